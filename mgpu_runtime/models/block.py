@@ -1,0 +1,172 @@
+"""One pass of both streams through a `diffusers` LTX-2 block, with each stream optional and perturbed on its own.
+
+Source of the order of operations: the published LTX-2 architecture as `diffusers` states it; v2a reads the video state
+from before a2v of the same block.
+
+Letters: B batch, T tokens, D width of a stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
+from torch import Tensor
+
+from .attention import RotaryTable
+from .streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO
+
+Keep = Sequence[tuple[bool, ...] | None]
+
+
+@dataclass
+class StreamState:
+    """Holds one stream on its way through the blocks; only `hidden` changes.
+
+    Modulations are (B, T or 1, rows * D); biases are additive and broadcast to (B, heads, T, keys).
+    """
+
+    hidden: Tensor
+    context: Tensor
+    modulation: Tensor
+    embedded_timestep: Tensor
+    cross_modulation: Tensor | None
+    cross_gate: Tensor | None
+    prompt_modulation: Tensor | None
+    rotary: RotaryTable
+    cross_rotary: RotaryTable
+    self_bias: Tensor | None
+    context_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Names the layers of one stream's half of a block."""
+
+    norms: tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]
+    self_attention: torch.nn.Module
+    text_attention: torch.nn.Module
+    feed_forward: torch.nn.Module
+    table: Tensor
+    prompt_table: Tensor | None
+
+
+def _video_half(block: LTX2VideoTransformerBlock) -> _Half:
+    return _Half(
+        norms=(block.norm1, block.norm2, block.norm3),
+        self_attention=block.attn1,
+        text_attention=block.attn2,
+        feed_forward=block.ff,
+        table=block.scale_shift_table,
+        prompt_table=getattr(block, "prompt_scale_shift_table", None),
+    )
+
+
+def _audio_half(block: LTX2VideoTransformerBlock) -> _Half:
+    return _Half(
+        norms=(block.audio_norm1, block.audio_norm2, block.audio_norm3),
+        self_attention=block.audio_attn1,
+        text_attention=block.audio_attn2,
+        feed_forward=block.audio_ff,
+        table=block.audio_scale_shift_table,
+        prompt_table=getattr(block, "audio_prompt_scale_shift_table", None),
+    )
+
+
+def run_block(
+    block: LTX2VideoTransformerBlock, video: StreamState | None, audio: StreamState | None, keep: Keep
+) -> None:
+    """Advances `hidden` of the streams that are there by one block.
+
+    `keep` holds, per kind of perturbation, None (nothing perturbed) or one bool per sample.
+    """
+    streams = []
+    if video is not None:
+        streams.append((video, _video_half(block), keep[VIDEO_SELF]))
+    if audio is not None:
+        streams.append((audio, _audio_half(block), keep[AUDIO_SELF]))
+    rows = [_rows(half.table, stream.modulation) for stream, half, _ in streams]
+    for (stream, half, kept), row in zip(streams, rows, strict=True):
+        _attend_self(stream, half, row, kept)
+        _attend_text(stream, half, row)
+    if video is not None and audio is not None:
+        _attend_across(block, video, audio, keep)
+    for (stream, half, _), row in zip(streams, rows, strict=True):
+        shift, scale, gate = row[3:6]
+        modulated = half.norms[2](stream.hidden) * (1 + scale) + shift
+        stream.hidden = stream.hidden + half.feed_forward(modulated) * gate
+
+
+def _rows(table_RD: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
+    """Adds a block's own table to the shared modulation: one (B, T or 1, D) tensor per row."""
+    return (table_RD + modulation.unflatten(-1, (table_RD.shape[0], -1))).unbind(2)
+
+
+def _attend_self(stream: StreamState, half: _Half, row: Sequence[Tensor], keep: tuple[bool, ...] | None) -> None:
+    shift, scale, gate = row[:3]
+    modulated = half.norms[0](stream.hidden) * (1 + scale) + shift
+    attended = half.self_attention(
+        modulated, attention_mask=stream.self_bias, query_rotary_emb=stream.rotary, keep=keep
+    )
+    stream.hidden = stream.hidden + attended * gate
+
+
+def _attend_text(stream: StreamState, half: _Half, row: Sequence[Tensor]) -> None:
+    query, context = half.norms[1](stream.hidden), stream.context
+    if len(row) > 6:  # 2.3 and later also modulate the text attention
+        query = query * (1 + row[7]) + row[6]
+    if half.prompt_table is not None:
+        context = _modulate_prompt(context, half.prompt_table, stream.prompt_modulation)
+    attended = half.text_attention(query, encoder_hidden_states=context, attention_mask=stream.context_bias)
+    stream.hidden = stream.hidden + (attended * row[8] if len(row) > 6 else attended)
+
+
+def _modulate_prompt(context: Tensor, table: Tensor, modulation: Tensor | None) -> Tensor:
+    # without the prompt's own timestep layer (use_prompt_adaln_single false) only the static table speaks
+    shift, scale = table[None, None].to(context.dtype).unbind(2) if modulation is None else _rows(table, modulation)
+    return context * (1 + scale) + shift
+
+
+def _attend_across(block: LTX2VideoTransformerBlock, video: StreamState, audio: StreamState, keep: Keep) -> None:
+    to_video, to_audio = (_any_kept(keep[AUDIO_TO_VIDEO]), _any_kept(keep[VIDEO_TO_AUDIO]))
+    if not (to_video or to_audio):
+        return
+    video_table = block.video_a2v_cross_attn_scale_shift_table
+    audio_table = block.audio_a2v_cross_attn_scale_shift_table
+    video_rows = _rows(video_table[:4], video.cross_modulation)
+    audio_rows = _rows(audio_table[:4], audio.cross_modulation)
+    # both norms are taken before either result is added: v2a must see the video from before a2v
+    video_norm, audio_norm = block.audio_to_video_norm(video.hidden), block.video_to_audio_norm(audio.hidden)
+    if to_video:
+        (gate,) = _rows(video_table[4:], video.cross_gate)
+        attended = block.audio_to_video_attn(
+            _scale_shift(video_norm, video_rows[:2]),
+            encoder_hidden_states=_scale_shift(audio_norm, audio_rows[:2]),
+            query_rotary_emb=video.cross_rotary,
+            key_rotary_emb=audio.cross_rotary,
+        )
+        video.hidden = video.hidden + gate * _only_kept(attended, keep[AUDIO_TO_VIDEO])
+    if to_audio:
+        (gate,) = _rows(audio_table[4:], audio.cross_gate)
+        attended = block.video_to_audio_attn(
+            _scale_shift(audio_norm, audio_rows[2:]),
+            encoder_hidden_states=_scale_shift(video_norm, video_rows[2:]),
+            query_rotary_emb=audio.cross_rotary,
+            key_rotary_emb=video.cross_rotary,
+        )
+        audio.hidden = audio.hidden + gate * _only_kept(attended, keep[VIDEO_TO_AUDIO])
+
+
+def _scale_shift(x: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    scale, shift = rows
+    return x * (1 + scale) + shift
+
+
+def _any_kept(keep: tuple[bool, ...] | None) -> bool:
+    return keep is None or any(keep)
+
+
+def _only_kept(attended: Tensor, keep: tuple[bool, ...] | None) -> Tensor:
+    if keep is None:
+        return attended
+    return attended * torch.tensor(keep, dtype=attended.dtype, device=attended.device)[:, None, None]

@@ -1,0 +1,209 @@
+"""Facts of a model from headers alone."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from mgpu_runtime.weights.facts import describe, describe_text_encoder
+from tests.weights_files import (
+    GEMMA,
+    TINY_20,
+    TINY_23,
+    TINY_UPSAMPLER,
+    TOY_23,
+    TOY_UPSAMPLER,
+    changed_copy,
+    only,
+    published,
+    read_all,
+    write_gemma,
+    write_header,
+)
+
+
+def test_facts_of_the_toy_model() -> None:
+    facts = describe(TOY_23, TOY_UPSAMPLER, GEMMA)
+    expected = {
+        "path": str(TOY_23),
+        "version": "2.3.0",
+        "generation": "2.3",
+        "is_distilled": None,
+        "num_layers": 4,
+        "num_heads": 8,
+        "audio_num_heads": 8,
+        "video_channels": 128,
+        "audio_channels": 2,
+        "audio_mel_bins": 16,
+        "audio_latent_rate": 25.0,
+        "video_context_width": 192,
+        "audio_context_width": 64,
+        "scale_factors": (8, 32, 32),
+        "sample_rate": 48000,
+        "text_hidden_size": 64,
+        "text_num_states": 4,
+        "upsample_scale": 2.0,
+    }
+    assert {name: getattr(facts, name) for name in expected} == expected
+    assert set(facts.components) == {"transformer", "connectors", "video_vae", "audio_vae", "vocoder"}
+    assert (facts.text_encoder.hidden_size, facts.text_encoder.num_states) == (64, 4)
+    tensors, _ = read_all(TOY_23)
+    prefix = "model.diffusion_model."
+    parts = [t for n, t in tensors.items() if n.startswith(prefix) and "_embeddings_connector" not in n]
+    assert facts.parameters == sum(tensor.numel() for tensor in parts)
+
+
+def test_facts_of_the_older_generation() -> None:
+    facts = describe(TINY_20)
+    assert (facts.generation, facts.version, facts.sample_rate, facts.video_channels) == ("2.0", "2.0.0", 24000, 16)
+    assert facts.upsample_scale is None and facts.text_encoder is None
+
+
+@pytest.mark.parametrize(
+    ("version", "generation", "parameters", "widths"),
+    [
+        ("20", "2.0", 18_876_174_592, (3840, 3840)),
+        ("23", "2.3", 18_988_838_144, (4096, 2048)),
+        ("25", "2.5", 18_987_859_200, (4096, 2048)),
+    ],
+)
+def test_facts_of_published_layouts(
+    tmp_path: Path, version: str, generation: str, parameters: int, widths: tuple[int, int]
+) -> None:
+    facts = describe(published(version, tmp_path))
+    assert (facts.generation, facts.parameters, facts.num_heads, facts.num_layers) == (generation, parameters, 32, 48)
+    assert (facts.video_context_width, facts.audio_context_width) == widths
+    assert (facts.video_channels, facts.audio_channels, facts.audio_mel_bins) == (128, 8, 16)
+    assert (facts.text_hidden_size, facts.text_num_states) == (3840, 49)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ltx-2-19b-distilled.safetensors", True),
+        ("LTX-2.3-22B-Dev.safetensors", False),
+        ("device-mix.safetensors", None),
+    ],
+)
+def test_name_hints_at_distillation(tmp_path: Path, name: str, hint: bool | None) -> None:
+    (tmp_path / name).symlink_to(TINY_20)
+    assert describe(tmp_path / name).is_distilled is hint
+
+
+def test_scale_factors_follow_the_block_list(tmp_path: Path) -> None:
+    blocks = [["res_x", {}], ["compress_time", {}], ["res_x", {}], ["compress_space", {}], ["res_x", {}]]
+    path = changed_copy(TINY_23, tmp_path / "x.safetensors", vae={"decoder_blocks": blocks, "patch_size": 8})
+    assert describe(path).scale_factors == (2, 16, 16)
+
+
+def test_unchanged_files_are_read_once_and_changed_ones_again(tmp_path: Path) -> None:
+    path = changed_copy(TINY_23, tmp_path / "x.safetensors", transformer={})
+    facts = describe(path)
+    assert describe(path) is facts
+    os.utime(path, ns=(1, 1))
+    assert describe(path) is not facts and describe(path) == facts
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts.num_heads = 1
+
+
+@pytest.mark.parametrize(("scale", "rational", "expected"), [(1.5, True, 1.5), (2.0, False, 2.0), (2.0, True, 2.0)])
+def test_b30_upsampler_factor_comes_from_its_file(
+    tmp_path: Path, scale: float, rational: bool, expected: float
+) -> None:
+    path = _upsampler(tmp_path, spatial_scale=scale, rational_resampler=rational)
+    assert describe(TINY_20, path).upsample_scale == expected
+
+
+def test_upsamplers_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="16 latent channels, the checkpoint has 128"):
+        describe(TOY_23, TINY_UPSAMPLER)
+    with pytest.raises(ValueError, match="works in time"):
+        describe(TINY_20, _upsampler(tmp_path, temporal_upsample=True))
+    with pytest.raises(ValueError, match="holds no latent upsampler"):
+        describe(TINY_20, TINY_20)
+
+
+def test_b92_another_gemma_is_refused_from_its_config(tmp_path: Path) -> None:
+    folder = write_gemma(tmp_path / "gemma-4b", hidden_size=2560, num_hidden_layers=34)
+    with pytest.raises(ValueError) as error:
+        describe(published("23", tmp_path), text_encoder_path=folder)
+    for part in ("2560", "35 hidden states", "3840", "49 states", "Gemma 3 12B", str(folder)):
+        assert part in str(error.value)
+
+
+def test_b91_single_file_text_encoder_is_refused(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "gemma.safetensors", {"model.layers.0.self_attn.q_proj.weight": (2, 2)})
+    with pytest.raises(ValueError, match="must be a Hugging Face folder") as error:
+        describe(TOY_23, text_encoder_path=path)
+    assert "text projection comes from the LTX checkpoint" in str(error.value)
+
+
+def test_incomplete_text_encoder_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no text encoder folder"):
+        describe_text_encoder(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no config.json"):
+        describe_text_encoder(tmp_path / "empty")
+    folder = write_gemma(tmp_path / "gemma")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no model.safetensors"):
+        describe_text_encoder(folder)
+    index = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    with pytest.raises(ValueError, match="lacks 2 of 2 weight files, such as model-00001-of-00002.safetensors"):
+        describe_text_encoder(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer"):
+        describe_text_encoder(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="'llama'"):
+        describe_text_encoder(folder)
+
+
+def test_a_part_of_a_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
+    vae = only(TINY_23, tmp_path / "vae.safetensors", "vae.")
+    with pytest.raises(ValueError, match="holds no transformer. It has: video autoencoder"):
+        describe(vae)
+    transformer = only(TINY_23, tmp_path / "dit.safetensors", "model.diffusion_model.")
+    facts = describe(transformer)  # connectors without the projection: legal until somebody encodes
+    assert facts.text_hidden_size is None
+    with pytest.raises(ValueError, match="holds no vocoder. It has: transformer, text connectors"):
+        facts.require("vocoder")
+    with pytest.raises(ValueError, match="no text projection"):
+        describe(transformer, text_encoder_path=GEMMA)
+
+
+def test_a_diffusion_decoder_is_refused_only_where_it_is_needed(tmp_path: Path) -> None:
+    path = changed_copy(TINY_23, tmp_path / "x.safetensors", vae={"_class_name": "CausalDiffusionVAE"})
+    facts = describe(path)
+    assert facts.scale_factors == (8, 32, 32)
+    facts.require("transformer")
+    facts.require("connectors")
+    with pytest.raises(ValueError, match="diffusion decoder"):
+        facts.require("video_vae")
+    with pytest.raises(ValueError, match="holds no vocoder"):
+        facts.require("vocoder")
+
+
+def test_reading_facts_imports_no_model_library() -> None:
+    code = (
+        "import sys; from mgpu_runtime.weights.facts import describe; "
+        f"describe({str(TOY_23)!r}, {str(TOY_UPSAMPLER)!r}, {str(GEMMA)!r}); "
+        "print([name for name in ('diffusers', 'transformers', 'safetensors.torch') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
+def _upsampler(folder: Path, **changes: object) -> Path:
+    """Writes the tiny upsampler with another config."""
+    tensors, metadata = read_all(TINY_UPSAMPLER)
+    path = folder / "upsampler.safetensors"
+    save_file(tensors, path, metadata={"config": json.dumps({**json.loads(metadata["config"]), **changes})})
+    return path
