@@ -1,0 +1,1 @@
+"""Sampling: sizes, positions, noise, schedules, guidance, steppers and the loop; knows models by `predict` only."""

@@ -1,0 +1,120 @@
+"""Guidance: how the predictions of several passes become one, per stream.
+
+A pass is one forward of the model: cond (the prompt), uncond (the negative prompt), perturbed (the prompt, with
+self-attention bypassed in some blocks: STG), isolated (the prompt, with video and audio not listening to each other).
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GuiderParams:
+    """Guidance of one stream; the defaults are neutral, so that only the cond pass is run.
+
+    Attributes:
+        cfg: weight of the prompt against the negative prompt; 1 is neutral.
+        stg: weight against the perturbed pass; 0 is neutral.
+        stg_blocks: blocks whose self-attention the perturbed pass bypasses.
+        rescale: how far the result's spread is pulled back to the cond pass's, 0..1.
+        modality: weight against the isolated pass; 1 is neutral.
+        skip_step: after each guided step, this many steps reuse its prediction.
+    """
+
+    cfg: float = 1.0
+    stg: float = 0.0
+    stg_blocks: tuple[int, ...] = ()
+    rescale: float = 0.0
+    modality: float = 1.0
+    skip_step: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stg_blocks", tuple(self.stg_blocks))  # a list after its way between processes
+        for name in ("cfg", "stg", "rescale", "modality"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"Guidance value {name} must be a finite number, got {getattr(self, name)}.")
+        if not 0.0 <= self.rescale <= 1.0:
+            raise ValueError(f"Guidance rescale must be from 0 to 1, got {self.rescale}.")
+        if self.skip_step < 0:
+            raise ValueError(f"Guidance skip_step must be at least 0, got {self.skip_step}.")
+        if any(block < 0 for block in self.stg_blocks):
+            raise ValueError(f"STG block numbers start at 0, got {list(self.stg_blocks)}.")
+        if self.needs_perturbed and not self.stg_blocks:
+            raise ValueError(f"STG of {self.stg} needs at least one block to perturb; give stg_blocks or set stg to 0.")
+
+    @property
+    def needs_uncond(self) -> bool:
+        """Whether this stream uses the negative prompt."""
+        return self.cfg != 1.0
+
+    @property
+    def needs_perturbed(self) -> bool:
+        """Whether this stream uses the perturbed pass."""
+        return self.stg != 0.0
+
+    @property
+    def needs_isolated(self) -> bool:
+        """Whether this stream uses the isolated pass."""
+        return self.modality != 1.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether this stream is evaluated at a step (0-based), or reuses its last prediction."""
+        return step % (self.skip_step + 1) == 0
+
+
+NEUTRAL = GuiderParams()
+
+
+def combine(
+    params: GuiderParams,
+    cond: Tensor,
+    uncond: Tensor | None = None,
+    perturbed: Tensor | None = None,
+    isolated: Tensor | None = None,
+) -> Tensor:
+    """Combines clean-latent predictions (any one shape) in float32.
+
+    p = c + (cfg-1)(c-u) + stg(c-p_stg) + (modality-1)(c-p_iso), then p * (rescale * std(c)/std(p) + 1 - rescale), with
+    std over the whole tensor, so give one batch item at a time to keep items independent. A pass whose scale is
+    neutral is ignored and may be None. Source: facts of the official implementation, section (e).
+    """
+    cond = cond.float()
+    result = cond
+    if params.needs_uncond:
+        result = result + (params.cfg - 1.0) * (cond - _given(uncond, "uncond"))
+    if params.needs_perturbed:
+        result = result + params.stg * (cond - _given(perturbed, "perturbed"))
+    if params.needs_isolated and isolated is not None:  # absent where there is no other stream to listen to
+        result = result + (params.modality - 1.0) * (cond - isolated.float())
+    if params.rescale != 0.0 and result is not cond:
+        result = result * (params.rescale * cond.std() / result.std() + (1.0 - params.rescale))
+    return result
+
+
+def _given(prediction: Tensor | None, name: str) -> Tensor:
+    assert prediction is not None, f"the {name} pass is needed but was not run"
+    return prediction.float()
+
+
+@dataclass(frozen=True)
+class GuidanceDefaults:
+    """Published settings of a full (not distilled) model."""
+
+    steps: int
+    video: GuiderParams
+    audio: GuiderParams
+
+
+def guidance_defaults(model_version: str | None, *, num_layers: int = 48) -> GuidanceDefaults:
+    """Gives the published steps and guidance for a checkpoint's `model_version` ("2.3.0"; absent is the oldest).
+
+    A model with fewer layers than the published ones perturbs its last one instead.
+    """
+    found = re.match(r"\s*(\d+)[.-](\d+)", model_version or "")
+    newer = found is not None and (int(found[1]), int(found[2])) >= (2, 3)
+    steps, block = (30, 28) if newer else (40, 29)
+    shared = {"stg": 1.0, "stg_blocks": (min(block, num_layers - 1),), "rescale": 0.7, "modality": 3.0}
+    return GuidanceDefaults(steps, video=GuiderParams(cfg=3.0, **shared), audio=GuiderParams(cfg=7.0, **shared))

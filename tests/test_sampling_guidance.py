@@ -1,0 +1,216 @@
+"""Guidance: the combination, which passes are run, and that clips of a batch stay independent."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mgpu_runtime.models.streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO
+from mgpu_runtime.sampling.denoiser import GuidedDenoiser
+from mgpu_runtime.sampling.guidance import NEUTRAL, GuiderParams, combine, guidance_defaults
+from mgpu_runtime.sampling.noise import item_generators
+from mgpu_runtime.sampling.state import add_noise, audio_state, video_state
+from tests.goldens import golden, relative_error
+
+VIDEO = GuiderParams(cfg=3.0, stg=1.0, stg_blocks=(1,), rescale=0.7, modality=3.0)
+AUDIO = GuiderParams(cfg=7.0, stg=1.0, stg_blocks=(0, 2), rescale=0.7, modality=3.0)
+POSITIVE = SimpleNamespace(video=torch.full((1, 3, 2), 1.0), audio=torch.full((1, 3, 2), 1.0), mask=None)
+NEGATIVE = SimpleNamespace(video=torch.full((1, 3, 2), -1.0), audio=torch.full((1, 3, 2), -1.0), mask=None)
+
+
+class FakeModel:
+    """A per-token model whose velocity tells text, perturbation and timestep apart; it records its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def predict(self, video, audio, perturbation=None):
+        rows = (video or audio).latent.shape[0]
+        keep = torch.ones(4, 3, rows) if perturbation is None else perturbation
+        self.calls.append(SimpleNamespace(video=video, audio=audio, perturbation=perturbation, rows=rows))
+        return tuple(None if stream is None else self.velocity(stream, keep) for stream in (video, audio))
+
+    @staticmethod
+    def velocity(stream, keep):
+        weight = (keep * torch.arange(1.0, 13.0).view(4, 3, 1)).sum((0, 1)) / 50  # every switch counts differently
+        text = stream.context.mean((1, 2))
+        return torch.tanh(stream.latent * (1 + weight[:, None, None]) + 0.3 * text[:, None, None])
+
+
+def streams(batch=1, seed=5):
+    return add_noise(
+        video_state(torch.zeros(batch, 6, 3, 2, 2), 24.0), audio_state(torch.zeros(batch, 2, 9, 4)),
+        item_generators(seed, batch), 1.0,
+    )  # fmt: skip
+
+
+def test_combination_equals_golden():
+    case = golden("guidance")
+    for name, published in case.facts.items():
+        params = GuiderParams(
+            cfg=published["cfg_scale"],
+            stg=published["stg_scale"],
+            stg_blocks=tuple(published["stg_blocks"]),
+            rescale=published["rescale_scale"],
+            modality=published["modality_scale"],
+            skip_step=published["skip_step"],
+        )
+        result = combine(params, case["cond"], case["uncond"], case["perturbed"], case["isolated"])
+        assert relative_error(result, case[f"out.{name}"]) < 1e-6
+
+
+def test_neutral_guidance_returns_the_cond_pass():
+    cond = torch.randn(1, 4, 3)
+    assert torch.equal(combine(NEUTRAL, cond), cond)
+    assert torch.equal(combine(GuiderParams(rescale=0.7), cond), cond)
+
+
+def test_defaults_follow_the_version():
+    assert guidance_defaults("2.3.0").video == GuiderParams(3.0, 1.0, (28,), 0.7, 3.0)
+    assert guidance_defaults("2.5-rc1").audio.cfg == 7.0
+    for oldest in (None, "", "2.0.0", "2-0"):
+        defaults = guidance_defaults(oldest)
+        assert (defaults.steps, defaults.video.stg_blocks) == (40, (29,))
+    assert guidance_defaults("2.3.0", num_layers=4).video.stg_blocks == (3,)
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"cfg": float("nan")}, "cfg"),
+        ({"rescale": 1.5}, "rescale"),
+        ({"skip_step": -1}, "skip_step"),
+        ({"stg": 1.0}, "at least one block"),
+        ({"stg_blocks": (-1,)}, "start at 0"),
+    ],
+)
+def test_bad_guidance_is_refused(values, words):
+    with pytest.raises(ValueError, match=words):
+        GuiderParams(**values)
+
+
+def test_missing_negative_and_unknown_blocks_are_refused():
+    with pytest.raises(ValueError, match="negative prompt"):
+        GuidedDenoiser(FakeModel(), POSITIVE, video=GuiderParams(cfg=2.0))
+    with pytest.raises(ValueError, match=r"blocks \[7\].*0 to 2"):
+        GuidedDenoiser(FakeModel(), POSITIVE, video=GuiderParams(stg=1.0, stg_blocks=(1, 7)), num_layers=3)
+
+
+def test_passes_are_one_batch_in_the_official_order():
+    model = FakeModel()
+    denoise = GuidedDenoiser(model, POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3)
+    denoise(*streams(batch=2), 0.7, 0)
+    (call,) = model.calls
+    assert call.rows == 8
+    assert call.video.context[:, 0, 0].tolist() == [1, 1, -1, -1, 1, 1, 1, 1]
+    keep = call.perturbation
+    assert torch.all(keep[:, :, :4] == 1)
+    perturbed, isolated = keep[:, :, 4], keep[:, :, 6]
+    assert torch.equal(keep[:, :, 4], keep[:, :, 5]) and torch.equal(keep[:, :, 6], keep[:, :, 7])
+    assert perturbed[VIDEO_SELF].tolist() == [1, 0, 1] and perturbed[AUDIO_SELF].tolist() == [0, 1, 0]
+    assert torch.all(perturbed[[AUDIO_TO_VIDEO, VIDEO_TO_AUDIO]] == 1)
+    assert torch.all(isolated[[AUDIO_TO_VIDEO, VIDEO_TO_AUDIO]] == 0)
+    assert torch.all(isolated[[VIDEO_SELF, AUDIO_SELF]] == 1)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3])
+def test_passes_one_after_the_other_give_the_same(max_batch_size):
+    video, audio = streams()
+    whole = GuidedDenoiser(FakeModel(), POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3)
+    model = FakeModel()
+    split = GuidedDenoiser(
+        model, POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3, max_batch_size=max_batch_size
+    )
+    for expected, actual in zip(whole(video, audio, 0.7, 0), split(video, audio, 0.7, 0), strict=True):
+        assert torch.equal(expected, actual)
+    assert max(call.rows for call in model.calls) <= max_batch_size and sum(c.rows for c in model.calls) == 4
+
+
+def test_prompts_of_other_lengths_run_one_after_the_other():
+    longer = SimpleNamespace(video=NEGATIVE.video.repeat(1, 2, 1), audio=NEGATIVE.audio.repeat(1, 2, 1), mask=None)
+    video, audio = streams()
+    model = FakeModel()
+    results = GuidedDenoiser(model, POSITIVE, longer, video=GuiderParams(cfg=2.0))(video, audio, 0.7, 0)
+    same = GuidedDenoiser(FakeModel(), POSITIVE, NEGATIVE, video=GuiderParams(cfg=2.0))(video, audio, 0.7, 0)
+    assert [call.rows for call in model.calls] == [1, 1]
+    assert torch.equal(results[0], same[0])
+
+
+def test_without_guidance_there_is_one_pass_and_x0_is_latent_minus_timestep_times_velocity():
+    video, audio = streams()
+    model = FakeModel()
+    video_x0, audio_x0 = GuidedDenoiser(model, POSITIVE)(video, audio, 0.5, 0)
+    (call,) = model.calls
+    assert call.rows == 1 and call.perturbation is None
+    velocities = model.predict(call.video, call.audio)
+    assert torch.equal(video_x0, video.latent - 0.5 * velocities[0])
+    assert torch.equal(audio_x0, audio.latent - 0.5 * velocities[1])
+
+
+def test_b09_one_stream_alone_needs_no_isolated_pass():
+    video, audio = streams()
+    for pair in ((video, None), (None, audio)):
+        model = FakeModel()
+        denoise = GuidedDenoiser(model, POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3)
+        result = denoise(*pair, 0.7, 0)
+        assert model.calls[0].rows == 3
+        assert [x0 is None for x0 in result] == [stream is None for stream in pair]
+
+
+def test_frozen_audio_is_listened_to_at_noise_level_0():
+    video, _ = streams()
+    audio = audio_state(torch.randn(1, 2, 9, 4), frozen=True)
+    model = FakeModel()
+    _, audio_x0 = GuidedDenoiser(model, POSITIVE)(video, audio, 0.7, 0)
+    (call,) = model.calls
+    assert audio_x0 is None
+    assert torch.all(call.audio.timesteps == 0) and torch.all(call.audio.sigma == 0)
+    assert torch.all(call.video.sigma == 0.7)
+
+
+def test_skip_step_reuses_the_last_prediction_of_each_stream():
+    video, audio = streams()
+    model = FakeModel()
+    every, second = GuiderParams(cfg=2.0), GuiderParams(cfg=2.0, skip_step=1)
+    denoise = GuidedDenoiser(model, POSITIVE, NEGATIVE, video=every, audio=second)
+    first = denoise(video, audio, 0.9, 0)
+    later = denoise(video, audio, 0.5, 1)
+    assert later[1] is first[1] and not torch.equal(later[0], first[0])
+    both = GuidedDenoiser(model, POSITIVE, NEGATIVE, video=second, audio=second)
+    before = len(model.calls)
+    results = [both(video, audio, sigma, step) for step, sigma in enumerate((0.9, 0.7, 0.5))]
+    assert len(model.calls) == before + 2 and results[1] == results[0]
+
+
+def test_b37_a_clip_of_a_batch_equals_the_clip_alone():
+    def denoiser():
+        return GuidedDenoiser(FakeModel(), POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3)
+
+    together = denoiser()(*streams(batch=3, seed=7), 0.7, 0)
+    for item in range(3):
+        alone = denoiser()(*streams(batch=1, seed=7 + item), 0.7, 0)
+        for whole, single in zip(together, alone, strict=True):
+            assert torch.equal(whole[item : item + 1], single)
+
+
+def test_b37_prompts_are_repeated_in_groups():
+    prompts = SimpleNamespace(
+        video=torch.tensor([1.0, 2.0])[:, None, None].expand(2, 3, 2),
+        audio=torch.tensor([1.0, 2.0])[:, None, None].expand(2, 3, 2),
+        mask=None,
+    )
+    model = FakeModel()
+    GuidedDenoiser(model, prompts)(*streams(batch=4), 0.7, 0)
+    assert model.calls[0].video.context[:, 0, 0].tolist() == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match="3 clips cannot share 2 prompts"):
+        GuidedDenoiser(model, prompts)(*streams(batch=3), 0.7, 0)
+
+
+def test_a_text_mask_reaches_the_model_for_every_pass():
+    masked = SimpleNamespace(video=POSITIVE.video, audio=POSITIVE.audio, mask=torch.tensor([[0.0, 1.0, 1.0]]))
+    model = FakeModel()
+    GuidedDenoiser(model, masked, NEGATIVE, video=GuiderParams(cfg=2.0))(*streams(), 0.7, 0)
+    GuidedDenoiser(model, POSITIVE, NEGATIVE, video=GuiderParams(cfg=2.0))(*streams(), 0.7, 0)
+    assert model.calls[0].video.context_mask.tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert torch.equal(model.calls[0].audio.context_mask, model.calls[0].video.context_mask)
+    assert model.calls[1].video.context_mask is None

@@ -1,0 +1,161 @@
+"""Sequence parallelism against one process: bit for bit, over worker counts, token counts, masks and perturbations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mgpu_runtime.models.streams import StreamInput
+from mgpu_runtime.parallel.attention_manager import AttentionManager
+from mgpu_runtime.parallel.limits import check_heads, check_tokens
+from mgpu_runtime.parallel.sequence_parallel import SequenceParallelModelWrapper
+from tests.goldens import GOLDEN, golden, relative_error
+from tests.spawn import run
+from tests.tiny import random_transformer, transformer
+
+NAMES = sorted(p.stem for style in ("20", "23") for p in (GOLDEN / "golden").glob(f"transformer_{style}_*")) + [
+    "sp_20",
+    "sp_23",
+]
+TOKEN_COUNTS = (1, 2, 5, 36, 97)
+HEADS_GOLDEN, HEADS_RANDOM = 4, 6
+ROPE_TYPES = ("split", "interleaved")
+
+
+def _wrap(model, group, max_tokens: int = 4096) -> SequenceParallelModelWrapper:
+    config = model.config
+    manager = AttentionManager(max_tokens, config.num_attention_heads, config.attention_head_dim, torch.float32, group)
+    return SequenceParallelModelWrapper(model, manager)
+
+
+def _everything(rank: int, group) -> dict[str, list | dict | float]:
+    """Runs all cases that a world size can run: spawning ranks costs more than the cases."""
+    world_size = dist.get_world_size(group)
+    results: dict[str, list | dict | float] = {}
+    with torch.no_grad():
+        if HEADS_GOLDEN % world_size == 0:
+            results["golden"] = _golden_velocities(group)
+            results["poisoned"] = _poisoned(rank, group)
+        if HEADS_RANDOM % world_size == 0:
+            for rope_type in ROPE_TYPES:
+                results[rope_type] = _random_velocities(group, rope_type)
+    return results
+
+
+def _golden_velocities(group) -> dict[str, tuple]:
+    models = {style: _wrap(transformer(style), group) for style in ("20", "23")}
+    results = {}
+    for name in NAMES:
+        case = golden(name)
+        model = models[name.split("_")[1]]
+        results[name] = model.predict(case.stream("video"), case.stream("audio"), case.get("perturbation_keep_mask"))
+    return results
+
+
+def _random_velocities(group, rope_type: str) -> list[tuple]:
+    model = _wrap(random_transformer(num_heads=HEADS_RANDOM, rope_type=rope_type), group)
+    return [model.predict(*_streams(count, audio)) for count in TOKEN_COUNTS for audio in (1, 7)]
+
+
+def _poisoned(rank: int, group) -> float:
+    """Fills the rows that only pad with large values; returns the error of the real ones."""
+    model = _wrap(transformer("23"), group)
+    case = golden("sp_23")
+    share = model._share
+
+    def poisoned_share(video: StreamInput) -> StreamInput:
+        local = share(video)
+        rows = local.latent.shape[1]
+        real = max(0, min(rows, video.num_tokens - rank * rows))
+        local.latent[:, real:] = 1e4
+        return local
+
+    model._share = poisoned_share
+    video, audio = model.predict(case.stream("video"), case.stream("audio"))
+    return max(
+        relative_error(video, case["out.unsharded.video_velocity"]),
+        relative_error(audio, case["out.unsharded.audio_velocity"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def by_world() -> dict[int, list[dict]]:
+    return {world: run(_everything, world) for world in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_b01_every_worker_count_gives_the_official_velocities(by_world: dict, name: str) -> None:
+    case = golden(name)
+    prefix = "out.unsharded" if name.startswith("sp_") else "out"
+    for world in (1, 2, 4):
+        for stream, velocity in zip(("video", "audio"), by_world[world][0]["golden"][name], strict=True):
+            expected = case.get(f"{prefix}.{stream}_velocity")
+            assert (velocity is None) == (expected is None)
+            if expected is not None:
+                assert relative_error(velocity, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_worker_count_gives_the_same_bits(by_world: dict, name: str) -> None:
+    for world in (2, 4):
+        for rank_result in by_world[world]:
+            for one, many in zip(by_world[1][0]["golden"][name], rank_result["golden"][name], strict=True):
+                assert one is None or torch.equal(one, many)
+
+
+def test_the_official_padding_would_have_failed() -> None:
+    """The goldens hold what unmasked padding gives: far from the right answer, so the tests above can tell."""
+    case = golden("sp_23")
+    wrong = case["official_padded.ws2.audio_velocity"]
+    assert relative_error(wrong, case["out.unsharded.audio_velocity"]) > 1e-3
+
+
+def _streams(num_tokens: int, num_audio: int) -> tuple[StreamInput, StreamInput]:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def stream(count: int, channels: int, width: int, axes: int) -> StreamInput:
+        starts = torch.rand(2, axes, count, 1, generator=generator)
+        return StreamInput(
+            latent=torch.randn(2, count, channels, generator=generator),
+            timesteps=torch.rand(2, count, generator=generator),
+            sigma=torch.rand(2, generator=generator),
+            positions=torch.cat([starts, starts + 0.1], -1),
+            context=torch.randn(2, 3, width, generator=generator),
+        )
+
+    video = stream(num_tokens, 16, 96, 3)
+    mask = torch.rand(2, num_tokens, num_tokens, generator=generator).round(decimals=1)
+    mask.diagonal(dim1=1, dim2=2).fill_(1)
+    return replace(video, attention_mask=mask), stream(num_audio, 32, 48, 1)
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_b03_b05_b06_any_token_count_runs_on_2_and_3_workers(by_world: dict, rope_type: str) -> None:
+    """6 heads; 1 audio token; token counts below, at and beside multiples of the worker count; both rotary layouts."""
+    for world in (2, 3):
+        for rank_result in by_world[world]:
+            for one, many in zip(by_world[1][0][rope_type], rank_result[rope_type], strict=True):
+                assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+
+
+def test_b08_large_values_in_padded_rows_change_no_real_row(by_world: dict) -> None:
+    assert max(result["poisoned"] for world in (1, 2, 4) for result in by_world[world]) < 1e-5
+
+
+def test_b10_heads_that_do_not_divide_are_refused_with_the_counts_that_work() -> None:
+    with pytest.raises(ValueError, match="32 attention heads cannot be split over 3 workers") as caught:
+        check_heads(32, 3)
+    assert "1, 2, 4, 8, 16, 32" in str(caught.value)
+    check_heads(32, 8)
+
+
+def test_too_many_tokens_are_refused_with_advice() -> None:
+    with pytest.raises(ValueError, match="24600 video tokens exceed sp_max_tokens 16384: use fewer frames"):
+        check_tokens(24600, 16384)
+    case = golden("transformer_23_uniform")
+    model = _wrap(transformer("23"), None, max_tokens=23)
+    with pytest.raises(ValueError, match="24 video tokens exceed sp_max_tokens 23"):
+        model.predict(case.stream("video"), case.stream("audio"))
+    with pytest.raises(ValueError, match="at least 1"):
+        AttentionManager(0, 4, 16, torch.float32, None)
