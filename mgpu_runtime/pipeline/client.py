@@ -1,0 +1,212 @@
+"""The fleet as seen from outside: one object per configuration, one method per job.
+
+Safe to make, to copy and to drop at any time: nothing starts before the first job, and equal settings find the same
+warm fleet again. Knows no model code, so that a host process stays light.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_devices, stop
+from ..parallel.limits import check_heads
+from ..weights.facts import ModelFacts, describe
+from . import checks
+from .jobs import Decode, Decoded, Encode, Job, PromptContext, SPStage, StageLatents, TDPStage, to_record
+from .settings import LTXSettings
+
+log = logging.getLogger("mgpu")
+
+RUNNER = "mgpu_runtime.pipeline.runner:LTXRunner"
+START_TIMEOUT = 300.0
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Lets a caller follow a job: `on_event` sees what it tells, `should_stop` is asked 5 times a second."""
+
+    on_event: Callable[[Event], None] = lambda event: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class LTXClient:
+    """Sends jobs to the fleet of one configuration, starting or reusing it.
+
+    Every method checks its input first and raises ValueError in one sentence before anything starts. Later failures
+    are the fleet's errors: SymmetricRunnerError (the fleet stays), AsymmetricRunnerError (the next job starts a new
+    one), JobCancelled after `watch.should_stop` said so.
+    """
+
+    settings: LTXSettings
+
+    def check(self) -> ModelFacts:
+        """Reads file headers only and returns what the model is; raises ValueError where this fleet cannot run it."""
+        settings = self.settings
+        facts = describe(settings.checkpoint, settings.upsampler, settings.text_encoder)
+        num_workers = len(self.devices)
+        check_heads(facts.num_heads, num_workers)
+        check_heads(facts.audio_num_heads, num_workers)
+        return facts
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of the workers, rank by rank; raises ValueError where the machine lacks one."""
+        return parse_devices(self.settings.devices)
+
+    def encode(
+        self, prompt: str, negative_prompt: str = "", max_length: int = 1024, *, watch: Watch | None = None
+    ) -> tuple[PromptContext, PromptContext]:
+        """Encodes both prompts (either may be empty) into contexts of `max_length` tokens."""
+        job = Encode((prompt, negative_prompt), max_length)
+        self.check()
+        checks.check_text_encoder(self.settings)
+        contexts = self._run(job, {}, watch)["contexts"]
+        positive, negative = (PromptContext(**context) for context in contexts)
+        return positive, negative
+
+    def sp_stage(
+        self,
+        job: SPStage,
+        positive: PromptContext,
+        negative: PromptContext | None,
+        latent: Tensor,
+        *,
+        noise_mask: Tensor | None = None,
+        audio_latent: Tensor | None = None,
+        noise: tuple[Tensor, Tensor | None] | None = None,
+        watch: Watch | None = None,
+    ) -> StageLatents:
+        """Samples under sequence parallelism from latent (B, C, F, H, W); see SPStage.
+
+        `noise_mask` is 1 where the clip is made and 0 where the latent stays, broadcastable to (B, 1, F, H, W).
+        `audio_latent` is the start of the sound. `noise` replaces the seeded noise: video (B, tokens, C), audio
+        (B, tokens, C').
+        """
+        facts = self.check()
+        checks.check_video_latent(latent, facts, self.settings.sp_max_tokens)
+        checks.check_contexts(facts, positive, negative)
+        checks.check_plan(job, facts, negative)
+        if audio_latent is not None:
+            checks.check_audio_latent(audio_latent, facts)
+        tensors = {
+            **_context_tensors("positive", positive),
+            **_context_tensors("negative", negative),
+            **_noise_tensors(noise),
+            "latent": latent,
+            "noise_mask": noise_mask,
+            "audio_latent": audio_latent,
+        }
+        return _stage_latents(self._run(job, tensors, watch))
+
+    def tdp_stage(
+        self,
+        job: TDPStage,
+        positive: PromptContext,
+        latent: Tensor,
+        *,
+        audio_latent: Tensor | None = None,
+        noise: tuple[Tensor, Tensor | None] | None = None,
+        watch: Watch | None = None,
+    ) -> StageLatents:
+        """Upscales latent (B, C, F, H, W) and refines it; see TDPStage. Sound passes through, or follows by mode."""
+        facts = self.check()
+        checks.check_tdp(job, latent, facts, self.settings)
+        checks.check_contexts(facts, positive, None)
+        if audio_latent is not None:
+            checks.check_audio_latent(audio_latent, facts)
+        tensors = {
+            **_context_tensors("positive", positive),
+            **_noise_tensors(noise),
+            "latent": latent,
+            "audio_latent": audio_latent,
+        }
+        return _stage_latents(self._run(job, tensors, watch))
+
+    def decode(
+        self, job: Decode, latent: Tensor, *, audio_latent: Tensor | None = None, watch: Watch | None = None
+    ) -> Decoded:
+        """Decodes latent (B, C, F, H, W) to frames and, where given, an audio latent (B, C', T, M) to sound."""
+        facts = self.check()
+        checks.check_decode(job, latent, facts)
+        if audio_latent is not None:
+            checks.check_audio_latent(audio_latent, facts)
+        frames = _Frames(watch or Watch())
+        watch = Watch(frames.on_event, frames.watch.should_stop)
+        result = self._run(job, {"latent": latent, "audio_latent": audio_latent}, watch)
+        return Decoded(frames.whole(), result["waveform"], result["sample_rate"])
+
+    def release(self) -> None:
+        """Ends the running fleet, whatever its configuration; the next job starts one again."""
+        stop()
+
+    def _run(self, job: Job, tensors: dict[str, Tensor | None], watch: Watch | None) -> dict[str, Any]:
+        watch = watch or Watch()
+        controller = current(self._key(), self._start)
+        name, fields = to_record(job)
+        stream = controller.stream(name=name, fields=fields, tensors=tensors)
+        return _follow(stream, watch)
+
+    def _key(self) -> tuple:
+        """Names the fleet by content: settings, and which version of each file is meant."""
+        stamps = tuple((path, os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in self.settings.files())
+        return (self.settings, tuple(self.devices), stamps)
+
+    def _start(self) -> MGPUController:
+        devices = self.devices
+        log.info("starting %d worker(s) on %s", len(devices), ", ".join(devices))
+        controller = MGPUController(RUNNER, devices=devices)
+        controller.start(timeout=START_TIMEOUT, settings=asdict(self.settings))
+        return controller
+
+
+def _follow(stream: Stream, watch: Watch) -> dict[str, Any]:
+    """Hands the events on until the result is there; turns a wish to stop into a cancel of all ranks."""
+    cancelled = False
+    while not stream.done:
+        event = stream.next_event(POLL_SECONDS)
+        if event is not None:
+            watch.on_event(event)
+        if not cancelled and watch.should_stop():
+            stream.cancel()
+            cancelled = True
+    if cancelled:  # the job may have ended just before the cancel reached it; the caller asked to stop all the same
+        raise JobCancelled("the job was cancelled")
+    return stream.result
+
+
+class _Frames:
+    """Collects decoded frames as they stream in."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._parts: dict[int, Tensor] = {}
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "frames":
+            self._parts[event.data["start"]] = event.data["tensor"]
+        else:
+            self.watch.on_event(event)
+
+    def whole(self) -> Tensor:
+        return torch.cat([self._parts[start] for start in sorted(self._parts)])
+
+
+def _context_tensors(name: str, context: PromptContext | None) -> dict[str, Tensor | None]:
+    fields = ("video", "audio", "mask")
+    return {f"{name}_{field}": None if context is None else getattr(context, field) for field in fields}
+
+
+def _noise_tensors(noise: tuple[Tensor, Tensor | None] | None) -> dict[str, Tensor | None]:
+    video, audio = noise if noise is not None else (None, None)
+    return {"video_noise": video, "audio_noise": audio}
+
+
+def _stage_latents(result: dict[str, Any]) -> StageLatents:
+    return StageLatents(result["video"], result["audio"])

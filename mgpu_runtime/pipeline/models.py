@@ -1,0 +1,135 @@
+"""One rank's models, each built when a job first needs it and then kept."""
+
+import logging
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..fleet import RankInfo
+from ..models import audio_vae, connectors, text_encoder, upsampler, video_vae, vocoder
+from ..models.transformer import LTXTransformer
+from ..models.transformer_builder import TransformerBuilder
+from ..parallel.attention_manager import AttentionManager
+from ..parallel.sequence_parallel import SequenceParallelModelWrapper
+from ..parallel.tiled_data_parallel import TiledDataParallelModelWrapper
+from ..tiling import Grid, TileCountConfig
+from ..weights.facts import ModelFacts
+from ..weights.registry import StateDictRegistry
+from .jobs import PromptContext
+from .settings import LTXSettings
+
+log = logging.getLogger("mgpu")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class LTXModels:
+    """Builds and holds the components of one configuration on one rank's device."""
+
+    def __init__(self, settings: LTXSettings, facts: ModelFacts, info: RankInfo) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.info = info
+        self.registry = StateDictRegistry()
+        self.dtype = _dtype(settings.precision, info.device)
+        # Gemma and the autoencoders leave fp16's range; bf16 is as small and does not
+        self._wide_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+
+    @cached_property
+    def transformer(self) -> LTXTransformer:
+        """The transformer, with its attentions as the last wrapper set them."""
+        builder = TransformerBuilder(self.settings.checkpoint, registry=self.registry)
+        return builder.build(self.info.device, self.dtype)
+
+    @cached_property
+    def video_vae(self) -> torch.nn.Module:
+        """The video autoencoder."""
+        return video_vae.build_video_vae(
+            self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
+        )
+
+    def sequence_parallel(self) -> SequenceParallelModelWrapper:
+        """Returns the transformer with the video tokens spread over the ranks."""
+        config = self.transformer.config
+        manager = AttentionManager(
+            self.settings.sp_max_tokens,
+            config.num_attention_heads,
+            config.attention_head_dim,
+            self.dtype,
+            self.info.group if self.info.world_size > 1 else None,
+        )
+        return SequenceParallelModelWrapper(self.transformer, manager)
+
+    def tiled(self, tiling: TileCountConfig, grid: Grid, *, normalize_positions: bool) -> TiledDataParallelModelWrapper:
+        """Returns the transformer run tile by tile over the ranks, for a latent (F, H, W)."""
+        self.transformer.use_attention()  # each rank attends within its own tile
+        return TiledDataParallelModelWrapper(
+            self.transformer,
+            self.info.group if self.info.world_size > 1 else None,
+            tiling,
+            grid=grid,
+            normalize_positions=normalize_positions,
+        )
+
+    def encode(self, prompts: tuple[str, ...], max_length: int) -> list[PromptContext]:
+        """Encodes prompts on this rank's device; contexts come back on the CPU in float32."""
+        tokenizer, encoder = self._text_encoder
+        contexts = []
+        for prompt in prompts:
+            states = text_encoder.encode_prompts(tokenizer, encoder, [prompt], max_length=max_length)
+            # no mask: the connectors have put registers where the padding was
+            context = connectors.connect(self._connectors, states.hidden, states.mask)
+            contexts.append(PromptContext(context.video.float().cpu(), context.audio.float().cpu()))
+        return contexts
+
+    def upsample(self, latent: Tensor) -> Tensor:
+        """Upscales a normalised video latent (B, C, F, H, W) in space; float32."""
+        return upsampler.upsample(self._upsampler, self.video_vae, latent)
+
+    def decode_video(self, latent: Tensor) -> Tensor:
+        """Decodes a normalised video latent (B, C, F, H, W) to pixels about -1..1, (B, 3, F', H', W')."""
+        return video_vae.decode(self.video_vae, latent)
+
+    def decode_audio(self, latent: Tensor) -> tuple[Tensor, int]:
+        """Decodes a normalised audio latent (B, C, T, M) to sound (B, 2, N) float32 on the CPU and its rate in Hz."""
+        mel = audio_vae.decode_mel(self._audio_vae, latent)
+        return vocoder.synthesize(self._vocoder, mel).cpu(), vocoder.sample_rate(self._vocoder)
+
+    @cached_property
+    def _text_encoder(self) -> tuple:
+        return text_encoder.build_text_encoder(
+            self.settings.text_encoder,
+            self.info.device,
+            self._wide_dtype,
+            registry=self.registry,
+        )
+
+    @cached_property
+    def _connectors(self) -> torch.nn.Module:
+        return connectors.build_connectors(
+            self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
+        )
+
+    @cached_property
+    def _upsampler(self) -> torch.nn.Module:
+        return upsampler.build_upsampler(
+            self.settings.upsampler, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
+        )
+
+    @cached_property
+    def _audio_vae(self) -> torch.nn.Module:
+        return audio_vae.build_audio_vae(
+            self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
+        )
+
+    @cached_property
+    def _vocoder(self) -> torch.nn.Module:
+        return vocoder.build_vocoder(self.settings.checkpoint, registry=self.registry, device=self.info.device)
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        # CPUs compute bf16 slowly, and float32 is what makes worker counts agree bit for bit
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[precision]

@@ -1,0 +1,42 @@
+"""The LTX runner: what each rank of the fleet does with a job."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fleet import JobContext, MGPURunner
+from ..weights.facts import describe
+from .decoding import run_decode
+from .encoding import run_encode
+from .jobs import Decode, Encode, SPStage, TDPStage, from_record
+from .models import LTXModels
+from .progress import Progress
+from .settings import LTXSettings
+from .stages import run_sp_stage, run_tdp_stage
+
+_RUNS = {Encode: run_encode, SPStage: run_sp_stage, TDPStage: run_tdp_stage, Decode: run_decode}
+
+
+class LTXRunner(MGPURunner):
+    """Holds one rank's models and runs jobs on them; models load when a job first needs them and then stay."""
+
+    def setup(self, *, settings: dict[str, Any]) -> None:
+        """Prepares the rank; reads file headers only."""
+        self.settings = LTXSettings(**settings)
+        facts = describe(self.settings.checkpoint, self.settings.upsampler, self.settings.text_encoder)
+        self.models = LTXModels(self.settings, facts, self.info)
+
+    def check(self, *, name: str, fields: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+        """Refuses a job this rank cannot read or whose files are gone, before any rank enters a collective."""
+        from_record(name, fields)
+        describe(self.settings.checkpoint, self.settings.upsampler, self.settings.text_encoder)
+
+    @torch.no_grad()
+    def __call__(
+        self, job: JobContext, *, name: str, fields: dict[str, Any], tensors: dict[str, Tensor | None]
+    ) -> dict[str, Any]:
+        """Runs one job on this rank; the result also tells how many weight files this rank has read so far."""
+        request = from_record(name, fields)
+        result = _RUNS[type(request)](request, tensors, self.models, Progress(job, self.info))
+        return {**result, "files_read": self.models.registry.files_read}
