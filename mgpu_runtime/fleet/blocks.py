@@ -5,6 +5,7 @@ A memfd has no name in /dev/shm, so nothing can stay behind, and no container's 
 
 import math
 import os
+from contextlib import ExitStack
 
 import torch
 
@@ -27,15 +28,14 @@ def write_block(tensors: list[torch.Tensor]) -> tuple[list[TensorSpec], int | No
     if size == 0:
         return specs, None
     block = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    try:
+    with ExitStack() as failure:
+        failure.callback(os.close, block)
         os.ftruncate(block, size)
         storage = _map(block, size, shared=True)
         with torch.inference_mode(False), torch.no_grad():
             for tensor, spec in zip(tensors, specs, strict=True):
                 _view(storage, spec).copy_(tensor)
-    except BaseException:
-        os.close(block)
-        raise
+        failure.pop_all()
     return specs, block
 
 

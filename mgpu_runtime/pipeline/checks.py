@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..parallel.limits import check_tokens
+from ..sampling.sizes import audio_latent_frames, pixel_frames
+from ..sampling.state import expand_noise_mask, fit_audio_latent
 from ..tiling import TileCountConfig, parse_tiles
 from ..weights.facts import ModelFacts
 from .jobs import Decode, PromptContext, SPStage, TDPStage
@@ -45,6 +47,21 @@ def check_video_latent(latent: Tensor, facts: ModelFacts, max_tokens: int | None
     return grid[0], grid[1], grid[2]
 
 
+def fit_audio(latent: Tensor, facts: ModelFacts, video: Tensor, fps: float) -> Tensor:
+    """Checks an audio latent and returns it fitted to the video latent's clip: its length, its number of items.
+
+    One frame off is trimmed or repeated with a warning; more is refused.
+    """
+    check_audio_latent(latent, facts)
+    num_frames = audio_latent_frames(pixel_frames(video.shape[2], facts.scale_factors[0]), fps)
+    return fit_audio_latent(latent, num_frames, video.shape[0])
+
+
+def check_noise_mask(mask: Tensor, latent: Tensor) -> None:
+    """Checks that a noise mask fits a video latent (B, C, F, H, W) and holds 0 to 1."""
+    expand_noise_mask(mask, latent.shape[0], tuple(latent.shape[2:]))
+
+
 def check_audio_latent(latent: Tensor, facts: ModelFacts) -> None:
     """Checks an audio latent (B, C, T, M) against the model."""
     expected = (facts.audio_channels, facts.audio_mel_bins)
@@ -58,8 +75,8 @@ def check_audio_latent(latent: Tensor, facts: ModelFacts) -> None:
     _check_finite(latent, "audio latent")
 
 
-def check_contexts(facts: ModelFacts, positive: PromptContext, negative: PromptContext | None) -> None:
-    """Checks that the prompts were encoded for this checkpoint."""
+def check_contexts(facts: ModelFacts, batch: int, positive: PromptContext, negative: PromptContext | None) -> None:
+    """Checks that the prompts were encoded for this checkpoint and can be shared by the clips of a batch."""
     for name, context in (("positive", positive), ("negative", negative)):
         if context is None:
             continue
@@ -71,6 +88,10 @@ def check_contexts(facts: ModelFacts, positive: PromptContext, negative: PromptC
                 raise ValueError(
                     f"the {name} prompt's {stream} context is {tuple(tensor.shape)}, this checkpoint takes "
                     f"(1, tokens, {width}): encode the prompt with the same Load LTX MGPU"
+                )
+            if batch % tensor.shape[0]:
+                raise ValueError(
+                    f"{batch} clips cannot share {tensor.shape[0]} {name} prompts evenly: give 1 prompt or {batch}"
                 )
 
 

@@ -91,10 +91,12 @@ class LTXClient:
         """
         facts = self.check()
         checks.check_video_latent(latent, facts, self.settings.sp_max_tokens)
-        checks.check_contexts(facts, positive, negative)
+        checks.check_contexts(facts, latent.shape[0], positive, negative)
         checks.check_plan(job, facts, negative)
+        if noise_mask is not None:
+            checks.check_noise_mask(noise_mask, latent)
         if audio_latent is not None:
-            checks.check_audio_latent(audio_latent, facts)
+            audio_latent = checks.fit_audio(audio_latent, facts, latent, job.fps)
         tensors = {
             **_context_tensors("positive", positive),
             **_context_tensors("negative", negative),
@@ -118,9 +120,9 @@ class LTXClient:
         """Upscales latent (B, C, F, H, W) and refines it; see TDPStage. Sound passes through, or follows by mode."""
         facts = self.check()
         checks.check_tdp(job, latent, facts, self.settings)
-        checks.check_contexts(facts, positive, None)
+        checks.check_contexts(facts, latent.shape[0], positive, None)
         if audio_latent is not None:
-            checks.check_audio_latent(audio_latent, facts)
+            audio_latent = checks.fit_audio(audio_latent, facts, latent, job.fps)
         tensors = {
             **_context_tensors("positive", positive),
             **_noise_tensors(noise),

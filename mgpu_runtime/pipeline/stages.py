@@ -12,7 +12,7 @@ from ..sampling.loop import denoise_loop
 from ..sampling.noise import item_generators
 from ..sampling.patchify import audio_latent, video_latent
 from ..sampling.sizes import ScaleFactors, audio_latent_frames, pixel_frames
-from ..sampling.state import StreamState, add_noise, audio_state, fit_audio_latent, video_state
+from ..sampling.state import StreamState, add_noise, audio_state, video_state
 from .checks import tdp_tiling
 from .jobs import PromptContext, SPStage, TDPStage
 from .models import LTXModels
@@ -36,7 +36,7 @@ def run_sp_stage(request: SPStage, tensors: Tensors, models: LTXModels, progress
         given = tensors["audio_latent"]
         if given is None:
             given = torch.zeros(batch, facts.audio_channels, num_frames, facts.audio_mel_bins)
-        audio = audio_state(fit_audio_latent(given, num_frames, batch))
+        audio = audio_state(given)
     plan = plan_sp_stage(request, facts)
     sampler = _Sampler("SP stage", plan, request.seed, request.preview, models, progress)
     model = models.sequence_parallel()
@@ -57,8 +57,7 @@ def run_tdp_stage(request: TDPStage, tensors: Tensors, models: LTXModels, progre
     video = video_state(start, request.fps, scale=scale)
     audio = None
     if tensors["audio_latent"] is not None:
-        num_frames = audio_latent_frames(pixel_frames(grid[0], scale.frames), request.fps)
-        audio = audio_state(fit_audio_latent(tensors["audio_latent"], num_frames, start.shape[0]), frozen=not follows)
+        audio = audio_state(tensors["audio_latent"], frozen=not follows)
     if follows:
         model = models.sequence_parallel()
     else:
