@@ -213,7 +213,10 @@ def test_previews_show_the_middle_frame_at_each_step(two: LTXClient, prompts: tu
 
     def note(event: Event) -> None:
         assert event.rank == 0
-        (images if event.kind == "preview" else texts).append(event.data)
+        if event.kind == "preview":
+            images.append(event.data)
+        elif event.data["stage"] == "SP stage":
+            texts.append(event.data)
 
     two.sp_stage(replace(STAGE, preview=True), prompts[0], None, SMALL, watch=Watch(on_event=note))
     assert len(images) == 8 and images[0]["image"].shape == (64, 96, 3) and images[0]["image"].dtype == torch.uint8

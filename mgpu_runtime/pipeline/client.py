@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_devices, stop
 from ..parallel.limits import check_heads
+from ..sampling.sizes import pixel_frames
 from ..weights.facts import ModelFacts, describe
 from . import checks
 from .jobs import Decode, Decoded, Encode, Job, PromptContext, SPStage, StageLatents, TDPStage, to_record
@@ -139,10 +140,11 @@ class LTXClient:
         checks.check_decode(job, latent, facts)
         if audio_latent is not None:
             checks.check_audio_latent(audio_latent, facts)
-        frames = _Frames(watch or Watch())
+        num_frames = latent.shape[0] * pixel_frames(latent.shape[2], facts.scale_factors[0])
+        frames = _Frames(watch or Watch(), num_frames)
         watch = Watch(frames.on_event, frames.watch.should_stop)
         result = self._run(job, {"latent": latent, "audio_latent": audio_latent}, watch)
-        return Decoded(frames.whole(), result["waveform"], result["sample_rate"])
+        return Decoded(frames.whole, result["waveform"], result["sample_rate"])
 
     def release(self) -> None:
         """Ends the running fleet, whatever its configuration; the next job starts one again."""
@@ -184,20 +186,20 @@ def _follow(stream: Stream, watch: Watch) -> dict[str, Any]:
 
 
 class _Frames:
-    """Collects decoded frames as they stream in."""
+    """Collects decoded frames as they stream in; a long clip is gigabytes, so it is never held twice."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, num_frames: int) -> None:
         self.watch = watch
-        self._parts: dict[int, Tensor] = {}
+        self.whole = torch.empty(num_frames, 0, 0, 3)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "frames":
-            self._parts[event.data["start"]] = event.data["tensor"]
-        else:
+        if event.kind != "frames":
             self.watch.on_event(event)
-
-    def whole(self) -> Tensor:
-        return torch.cat([self._parts[start] for start in sorted(self._parts)])
+            return
+        start, part = event.data["start"], event.data["tensor"]
+        if self.whole.numel() == 0:
+            self.whole = torch.empty(self.whole.shape[0], *part.shape[1:])
+        self.whole[start : start + part.shape[0]] = part
 
 
 def _context_tensors(name: str, context: PromptContext | None) -> dict[str, Tensor | None]:

@@ -1,6 +1,6 @@
 """One rank's models, each built when a job first needs it and then kept."""
 
-import logging
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -19,8 +19,6 @@ from ..weights.registry import StateDictRegistry
 from .jobs import PromptContext
 from .settings import LTXSettings
 
-log = logging.getLogger("mgpu")
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -35,16 +33,19 @@ class LTXModels:
         self.dtype = _dtype(settings.precision, info.device)
         # Gemma and the autoencoders leave fp16's range; bf16 is as small and does not
         self._wide_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+        self.announce: Callable[[str], None] = lambda component: None  # is told what is about to be loaded
 
     @cached_property
     def transformer(self) -> LTXTransformer:
         """The transformer, with its attentions as the last wrapper set them."""
+        self.announce("transformer")
         builder = TransformerBuilder(self.settings.checkpoint, registry=self.registry)
         return builder.build(self.info.device, self.dtype)
 
     @cached_property
     def video_vae(self) -> torch.nn.Module:
         """The video autoencoder."""
+        self.announce("video autoencoder")
         return video_vae.build_video_vae(
             self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
         )
@@ -98,33 +99,39 @@ class LTXModels:
 
     @cached_property
     def _text_encoder(self) -> tuple:
+        self.announce("text encoder")
         return text_encoder.build_text_encoder(
             self.settings.text_encoder,
             self.info.device,
             self._wide_dtype,
+            checkpoint=self.registry.checkpoint(self.settings.checkpoint),
             registry=self.registry,
         )
 
     @cached_property
     def _connectors(self) -> torch.nn.Module:
+        self.announce("text connectors")
         return connectors.build_connectors(
             self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
         )
 
     @cached_property
     def _upsampler(self) -> torch.nn.Module:
+        self.announce("upsampler")
         return upsampler.build_upsampler(
             self.settings.upsampler, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
         )
 
     @cached_property
     def _audio_vae(self) -> torch.nn.Module:
+        self.announce("audio autoencoder")
         return audio_vae.build_audio_vae(
             self.settings.checkpoint, registry=self.registry, device=self.info.device, dtype=self._wide_dtype
         )
 
     @cached_property
     def _vocoder(self) -> torch.nn.Module:
+        self.announce("vocoder")
         return vocoder.build_vocoder(self.settings.checkpoint, registry=self.registry, device=self.info.device)
 
 

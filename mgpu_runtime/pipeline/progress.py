@@ -17,6 +17,10 @@ class Progress:
         if self.speaks:
             self.job.progress(stage, step, of, sigma)
 
+    def loading(self, component: str) -> None:
+        """Tells that a component is about to be loaded."""
+        self.step(f"load {component}", 0, 1)
+
     def preview(self, image: Tensor) -> None:
         """Shows a uint8 picture (H, W, 3)."""
         if self.speaks:

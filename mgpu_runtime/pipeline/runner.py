@@ -38,5 +38,7 @@ class LTXRunner(MGPURunner):
     ) -> dict[str, Any]:
         """Runs one job on this rank; the result also tells how many weight files this rank has read so far."""
         request = from_record(name, fields)
-        result = _RUNS[type(request)](request, tensors, self.models, Progress(job, self.info))
+        progress = Progress(job, self.info)
+        self.models.announce = progress.loading
+        result = _RUNS[type(request)](request, tensors, self.models, progress)
         return {**result, "files_read": self.models.registry.files_read}
