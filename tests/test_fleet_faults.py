@@ -231,3 +231,11 @@ def test_current_keeps_one_fleet_and_starts_anew_when_it_died_or_the_key_changes
 
 def failing_start() -> FakeFleet:
     raise FleetStartError("no")
+
+
+def test_b118_a_first_collective_that_does_not_complete_is_found_at_start_within_its_deadline():
+    controller = MGPUController(BadSetup, devices=["cpu", "cpu"], group_timeout=2.0)
+    began = time.monotonic()
+    with pytest.raises(FleetStartError, match="[Rr]ank"):
+        controller.start(timeout=START_TIMEOUT_S, how="", rank=1)  # rank 0 waits in a barrier that rank 1 never enters
+    assert time.monotonic() - began < 45 and not controller.is_alive

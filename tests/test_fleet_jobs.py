@@ -240,3 +240,8 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_fleet(fleet):
         os.kill(pid, signal.SIGINT)
     time.sleep(0.2)
     assert fleet.stream(action="echo", value=1).drain(timeout=30) == 1
+
+
+def test_b122_workers_load_nothing_of_the_host_nor_of_other_packs(fleet):
+    modules = {name.split(".")[0] for name in fleet.stream(action="facts").drain()["modules"]}
+    assert not modules & {"comfy", "comfy_api", "nodes", "server", "execution", "folder_paths", "custom_nodes"}

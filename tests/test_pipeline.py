@@ -229,3 +229,15 @@ def test_results_are_ordinary_tensors(two: LTXClient, prompts: tuple) -> None:
         made = two.sp_stage(STAGE, prompts[0], None, SMALL)
     assert not made.video.is_inference() and made.video.requires_grad is False
     made.video.add_(1)
+
+
+def test_b113_b127_a_seed_decides_every_draw_whatever_the_process_drew_before(two: LTXClient, prompts: tuple) -> None:
+    """Run 2 with the same seed equals run 1, another seed does not, and the caller's generator is left alone."""
+    before = torch.random.get_rng_state()
+    first = two.sp_stage(STAGE, prompts[0], None, SMALL)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.randn(3)
+    other = two.sp_stage(replace(STAGE, seed=11), prompts[0], None, SMALL)
+    again = two.sp_stage(STAGE, prompts[0], None, SMALL)
+    assert torch.equal(first.video, again.video) and torch.equal(first.audio, again.audio)
+    assert not torch.equal(first.video, other.video)

@@ -9,6 +9,7 @@ import torch
 
 from mgpu_runtime.cli import main
 from mgpu_runtime.fleet import MGPUController, stop
+from mgpu_runtime.models.streams import StreamInput
 from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.jobs import Decode, Encode, PromptContext, SPStage, TDPStage, from_record
 from mgpu_runtime.pipeline.settings import LTXSettings
@@ -159,6 +160,17 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(name: str) 
 def test_jobs_and_settings_check_themselves(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_b24_nothing_on_the_way_to_the_model_swallows_an_argument_it_does_not_know() -> None:
+    for call in (
+        lambda: SPStage(1, 24.0, time_offset=2.0),
+        lambda: from_record("SPStage", {"seed": 1, "fps": 24.0, "time_offset": 2.0}),
+        lambda: client().sp_stage(STAGE, PROMPT, None, LATENT, time_offset=2.0),
+        lambda: StreamInput(LATENT, LATENT, LATENT, LATENT, LATENT, time_offset=2.0),
+    ):
+        with pytest.raises(TypeError, match="time_offset"):
+            call()
 
 
 def test_b22_explicit_sigmas_are_used_unchanged_and_end_in_one_zero() -> None:

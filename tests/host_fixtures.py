@@ -1,0 +1,98 @@
+"""A real ComfyUI server for a test module, and the process-level facts that tests ask about it.
+
+Import `host` into a test module to get one server for that module.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from comfy_host import ROOT, ComfyHost, comfy_path
+
+API_WORKFLOW = ROOT / "workflows" / "api" / "ltx_mgpu_two_stage_t2v.json"
+UI_WORKFLOW = ROOT / "workflows" / "ltx_mgpu_two_stage_t2v.json"
+
+# Node ids of the bundled workflow.
+LOAD, ENCODE, EMPTY, SP, TDP, DECODE, CREATE, SAVE = map(str, range(1, 9))
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ComfyHost]:
+    """Gives one server to a test module."""
+    with ComfyHost() as server:
+        yield server
+
+
+def workflow_graph(**changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the bundled graph in API format; `n4={"seed": 1}` changes inputs of node 4, a value None removes one."""
+    graph = json.loads(API_WORKFLOW.read_text(encoding="utf-8"))
+    for node, inputs in changes.items():
+        target = graph[node.removeprefix("n")]["inputs"]
+        target.update(inputs)
+        for name in [name for name, value in inputs.items() if value is None]:
+            del target[name]
+    return copy.deepcopy(graph)
+
+
+def fleet_processes(server_pid: int) -> list[psutil.Process]:
+    """Returns the supervisor and the workers that a server has started."""
+    return psutil.Process(server_pid).children(recursive=True)
+
+
+def fleet_pids(server_pid: int) -> set[int]:
+    """Returns the pids of the supervisor and the workers."""
+    return {process.pid for process in fleet_processes(server_pid)}
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Waits for a condition and says whether it came true in time."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+_PRELUDE = f"""
+import asyncio, importlib.util, sys
+sys.path.insert(0, {str(comfy_path())!r})
+sys.argv = ["main.py", "--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
+
+def load_pack(name, folder={str(ROOT)!r}):
+    # As ComfyUI loads a pack: by path, under a name that is a path.
+    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+def pack_nodes(pack):
+    extension = asyncio.run(pack.comfy_entrypoint())
+    return asyncio.run(extension.get_node_list())
+"""
+
+
+def run_in_comfy(code: str, *, env: dict[str, str] | None = None, timeout: float = 120) -> str:
+    """Runs code in a process that can import ComfyUI but runs no server; returns what it printed."""
+    return run_python(_PRELUDE + code, env=env, timeout=timeout)
+
+
+def run_python(code: str, *, env: dict[str, str] | None = None, timeout: float = 120) -> str:
+    """Runs code in a fresh interpreter, with UTF-8 mode and PYTHON variables as given only; returns what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", code], capture_output=True, timeout=timeout, env=env, cwd="/"
+    )
+    assert result.returncode == 0, result.stderr.decode(errors="replace")[-4000:]
+    return result.stdout.decode()

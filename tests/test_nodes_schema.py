@@ -1,0 +1,139 @@
+"""What the running server says about the nodes, and the inputs it refuses; one server, no worker started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from comfy_host import ComfyHost, JobError, RequestError
+from tests.host_fixtures import EMPTY, ENCODE, LOAD, SP, TDP, fleet_pids, host, workflow_graph
+
+__all__ = ["host"]
+
+NODES = {
+    "LTXMGPULoad": ("Load LTX MGPU", ["LTX_MGPU"]),
+    "LTXMGPUEncodePrompt": ("Encode Prompt (LTX MGPU)", ["CONDITIONING", "CONDITIONING"]),
+    "LTXMGPUSPStage": ("SP Stage", ["LATENT", "LATENT"]),
+    "LTXMGPUTDPUpscaleStage": ("TDP Upscale Stage", ["LATENT", "LATENT"]),
+    "LTXMGPUDistributedDecode": ("Distributed Decode", ["IMAGE", "AUDIO"]),
+}
+
+# Released inputs keep their order, since saved workflows hold widget values by position. Append here, never insert.
+INPUT_ORDER = {
+    "LTXMGPULoad": "checkpoint text_encoder upsampler devices precision sp_max_tokens",
+    "LTXMGPUEncodePrompt": "ltx prompt negative_prompt max_length",
+    "LTXMGPUSPStage": "ltx positive latent fps seed schedule steps video_cfg audio_cfg video_stg audio_stg stg_block "
+    "rescale modality_scale negative audio_latent sigmas",
+    "LTXMGPUTDPUpscaleStage": "ltx positive latent seed upscale mode tiles overlap normalize_positions fps "
+    "audio_latent sigmas",
+    "LTXMGPUDistributedDecode": "ltx latent tiles overlap audio_latent",
+}
+
+
+@pytest.mark.parametrize("node_id", NODES)
+def test_node_is_registered_with_names_tooltips_and_order(host: ComfyHost, node_id: str) -> None:
+    info = host.get(f"/object_info/{node_id}")[node_id]
+    assert (info["display_name"], info["output"]) == NODES[node_id]
+    assert info["category"] == "LTX MGPU" and info["description"]
+    assert all(info["output_tooltips"])
+    inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    assert all(options[1].get("tooltip") for options in inputs.values())
+    order = info["input_order"]["required"] + info["input_order"].get("optional", [])
+    assert order == INPUT_ORDER[node_id].split()
+
+
+def test_model_lists_show_files_and_gemma_folders(host: ComfyHost) -> None:
+    required = host.get("/object_info/LTXMGPULoad")["LTXMGPULoad"]["input"]["required"]
+    assert required["checkpoint"][1]["options"] == ["ltx-toy-23.safetensors"]
+    assert required["text_encoder"][1]["options"] == ["gemma-toy"]
+    assert required["upsampler"][1]["options"] == ["none", "ltx-toy-upsampler-x2.safetensors"]
+
+
+# Refused when queued: the text is shown at the input.
+AT_THE_INPUT = [
+    (LOAD, {"devices": "0,0"}, "devices", "0"),
+    (LOAD, {"devices": "gpu"}, "devices", "gpu"),
+    (LOAD, {"devices": "cpu:0"}, "devices", "cpu:0"),
+    (LOAD, {"devices": "0,1"}, "devices", "0,1"),
+    (LOAD, {"sp_max_tokens": 0}, "sp_max_tokens", "smaller than min"),
+    (ENCODE, {"max_length": 100}, "max_length", "use 128 or 256"),
+    (ENCODE, {"max_length": 0}, "max_length", "multiple of 128"),
+    (EMPTY, {"width": 0}, "width", "smaller than min"),
+    (EMPTY, {"length": -1}, "length", "smaller than min"),
+    (SP, {"fps": 0}, "fps", "smaller than min"),
+    (SP, {"seed": -1}, "seed", "smaller than min"),
+    (SP, {"steps": -1}, "steps", "smaller than min"),
+    (TDP, {"tiles": "2by2"}, "tiles", "2by2"),
+    (TDP, {"tiles": "0x2"}, "tiles", "0x2"),
+    (TDP, {"overlap": -1}, "overlap", "smaller than min"),
+]
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "input_name", "words"), AT_THE_INPUT, ids=[str(case[1]) for case in AT_THE_INPUT]
+)
+def test_bad_widget_is_refused_at_its_input(
+    host: ComfyHost, node: str, change: dict[str, Any], input_name: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        host.queue(workflow_graph(**{f"n{node}": change}))
+    assert caught.value.status == 400
+    errors = caught.value.answer["node_errors"][node]["errors"]
+    assert [error["extra_info"]["input_name"] for error in errors] == [input_name]
+    assert words in errors[0]["message"] + errors[0]["details"]
+
+
+# Refused when run, before any worker starts.
+BEFORE_ANY_WEIGHT = [
+    (EMPTY, {"width": 200}, SP, "width must be a multiple of 32, got 200"),
+    (EMPTY, {"height": 100}, SP, "height must be a multiple of 32, got 100"),
+    (EMPTY, {"length": 20}, SP, "length must be 8 n + 1, got 20"),
+    (LOAD, {"checkpoint": "absent.safetensors"}, LOAD, "No file 'absent.safetensors' under models/checkpoints"),
+    (LOAD, {"checkpoint": "../../secret"}, LOAD, "No file '../../secret'"),
+    (LOAD, {"text_encoder": "absent"}, LOAD, "No file 'absent' under models/text_encoders"),
+    (LOAD, {"precision": "fp4"}, LOAD, "fp4"),
+    (LOAD, {"checkpoint": "upsampler.safetensors"}, LOAD, "upsampler"),
+    (LOAD, {"checkpoint": "torn.safetensors"}, LOAD, "torn"),
+    (LOAD, {"checkpoint": "text.safetensors"}, LOAD, "text"),
+    (LOAD, {"devices": "cpu:3"}, LOAD, "3"),
+    (LOAD, {"sp_max_tokens": 10}, SP, "10"),
+    (LOAD, {"upsampler": "none"}, SP, "upsampler"),
+    (SP, {"schedule": "fast"}, SP, "fast"),
+    (TDP, {"mode": "fast"}, SP, "fast"),
+    (TDP, {"tiles": "9x9"}, SP, "9"),
+    (TDP, {"overlap": 12}, SP, "12"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_files(host: ComfyHost) -> None:
+    """Puts files that are no LTX checkpoint beside the toy model."""
+    folder = host.base / "models" / "checkpoints"
+    upsampler = host.base / "models" / "latent_upscale_models" / "ltx-toy-upsampler-x2.safetensors"
+    (folder / "upsampler.safetensors").symlink_to(upsampler.resolve())
+    whole = (folder / "ltx-toy-23.safetensors").read_bytes()
+    (folder / "torn.safetensors").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.safetensors").write_text("this is no model\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "fails_at", "words"), BEFORE_ANY_WEIGHT, ids=[str(case[1]) for case in BEFORE_ANY_WEIGHT]
+)
+def test_bad_input_is_one_sentence_before_any_worker_starts(
+    host: ComfyHost, bad_files: None, node: str, change: dict[str, Any], fails_at: str, words: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        host.run(workflow_graph(**{f"n{node}": change}), timeout=30)
+    failure = caught.value.failure
+    assert failure["node_id"] == fails_at, failure["exception_message"]
+    assert failure["exception_type"] == "ValueError"
+    message = failure["exception_message"].strip()
+    print(message)
+    assert words in message and "\n" not in message and len(message) < 600, message
+    assert not fleet_pids(host.pid)
+
+
+def test_server_log_has_no_import_failure_of_the_pack(host: ComfyHost) -> None:
+    failures = {line.split(": ")[1] for line in host.log().splitlines() if "IMPORT FAILED" in line}
+    assert failures <= {"nodes_audio.py", "nodes_audio_encoder.py"}  # core files that need torchaudio
