@@ -61,6 +61,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     from .pipeline.media import write_mp4  # av is needed here alone
 
+    if not arguments.output.absolute().parent.is_dir():
+        raise ValueError(f"the folder of {arguments.output} does not exist: make it, or choose another --output")
     client = LTXClient(_settings(arguments))
     facts = client.check()
     size = latent_size(

@@ -186,6 +186,7 @@ def test_b22_explicit_sigmas_are_used_unchanged_and_end_in_one_zero() -> None:
         (["--height", "800"], "multiple of 64, got 800"),
         (["--width", "-64"], "width must be at least"),
         (["--checkpoint", "/nowhere.safetensors"], "There is no file /nowhere.safetensors"),
+        (["--output", "/nowhere/clip.mp4"], "the folder of /nowhere/clip.mp4 does not exist"),
     ],
 )
 def test_b27_b29_the_command_line_refuses_sizes_up_front(
