@@ -1,0 +1,46 @@
+"""Looks at the queued graph (API format) for mistakes that other nodes hide. Knows no ComfyUI module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Graph = dict[str, dict[str, Any]]
+
+# Core nodes that make a video latent and silently round its size down.
+_LATENT_MAKERS = ("EmptyLTXVLatentVideo", "LTXVImgToVideo")
+
+
+def check_asked_size(graph: Graph, node_id: str, input_id: str) -> None:
+    """Raises ValueError when the node that makes this input's latent was asked for a size that it would round down."""
+    maker = source(graph, node_id, input_id)
+    if maker is None or maker["class_type"] not in _LATENT_MAKERS:
+        return
+    asked = maker["inputs"]
+    for name in ("width", "height"):
+        _refuse_rounding(name, asked.get(name), step=32, first=0, rule="a multiple of 32")
+    _refuse_rounding("length", asked.get("length"), step=8, first=1, rule="8 n + 1")
+
+
+def _refuse_rounding(name: str, asked: Any, *, step: int, first: int, rule: str) -> None:
+    if not isinstance(asked, int) or (asked - first) % step == 0:
+        return
+    below = asked - (asked - first) % step
+    raise ValueError(
+        f"{name} must be {rule}, got {asked}. The empty latent would quietly become {below}: "
+        f"ask for {below} or {below + step}."
+    )
+
+
+def source(graph: Graph, node_id: str, input_id: str) -> dict[str, Any] | None:
+    """Returns the node whose output is linked to an input, or None when it is not linked."""
+    link = graph.get(node_id, {}).get("inputs", {}).get(input_id)
+    return graph.get(str(link[0])) if isinstance(link, list) else None
+
+
+def followers(graph: Graph, node_id: str, output: int, class_type: str, input_id: str) -> Iterator[dict[str, Any]]:
+    """Yields the inputs of every node of a class that takes this output on the given input."""
+    for node in graph.values():
+        inputs = node.get("inputs", {})
+        if node.get("class_type") == class_type and inputs.get(input_id) == [node_id, output]:
+            yield inputs

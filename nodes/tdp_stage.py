@@ -1,0 +1,177 @@
+"""TDP Upscale Stage: enlarges the latent and refines it, every worker taking tiles of the picture."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from mgpu_runtime.pipeline.jobs import MAX_SEED, TDPStage
+
+from .comfy import LTX_MGPU, io, run_job
+from .handle import LTXHandle
+from .preflight import TDP_MODES, TDP_NODE, check_tdp_stage, tdp_mode
+from .wires import (
+    Conditioning,
+    Latent,
+    read_context,
+    read_latents,
+    read_sigmas,
+    write_audio_latent,
+    write_latent,
+)
+
+log = logging.getLogger("mgpu")
+
+FPS_OF_LATENT = 0.0
+
+
+class LTXMGPUTDPUpscaleStage(io.ComfyNode):
+    """Sends the second stage to the fleet."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id=TDP_NODE,
+            display_name="TDP Upscale Stage",
+            category="LTX MGPU",
+            description="Enlarges a clip with the latent upsampler and refines it. In tdp mode the picture is cut into "
+            "overlapping tiles that the workers share; the sound of the first stage passes through.",
+            inputs=[*_wires(), *_widgets()],
+            outputs=[
+                io.Latent.Output("video_latent", display_name="video latent", tooltip="The refined picture."),
+                io.Latent.Output(
+                    "sound_latent",
+                    display_name="audio latent",
+                    tooltip="The sound: passed through in tdp mode, refined in sp mode.",
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, tiles: str | None = None) -> bool | str:
+        return tiles_sentence(tiles)
+
+    @classmethod
+    def check_lazy_status(cls, ltx: LTXHandle, latent: Latent, **inputs: Any) -> list[str]:
+        positive, audio_latent = inputs.pop("positive", None), inputs.pop("audio_latent", None)
+        check_tdp_stage(ltx, latent, audio_latent, _job(latent, **inputs))
+        return ["positive"] if positive is None else []
+
+    @classmethod
+    def execute(
+        cls,
+        ltx: LTXHandle,
+        positive: Conditioning,
+        latent: Latent,
+        audio_latent: Latent | None = None,
+        **widgets: Any,
+    ) -> io.NodeOutput:
+        start = read_latents(latent, audio_latent)
+        job = _job(latent, **widgets)
+        prompt = read_context(positive, "positive")
+        if start.noise_mask is not None:
+            log.warning("TDP Upscale Stage refines every frame: the latent's noise mask is not used here.")
+        result = run_job(
+            cls.hidden.unique_id,
+            ltx.heading(_num_tokens(start.video, ltx.client.check().upsample_scale if job.upscale else 1)),
+            ltx.guard,
+            lambda watch: ltx.client.tdp_stage(job, prompt, start.video, audio_latent=start.audio, watch=watch),
+        )
+        return io.NodeOutput(write_latent(latent, result.video, job.fps), write_audio_latent(result.audio, job.fps))
+
+
+def _num_tokens(video: torch.Tensor, scale: float) -> int:
+    """Counts the tokens of a latent (B, C, F, H, W) after an upscale."""
+    frames, height, width = video.shape[2:]
+    return frames * int(height * scale) * int(width * scale)
+
+
+def tiles_sentence(tiles: str | None) -> bool | str:
+    """Returns True for a tiles text that can be read, or the sentence to show at the widget."""
+    words = "" if tiles is None else tiles.strip().lower()
+    rows, _, columns = words.partition("x")
+    if tiles is None or words == "auto" or (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        return True
+    return f'tiles must be "auto" or rows x columns such as "2x3", got {tiles!r}'
+
+
+def _job(
+    latent: Latent,
+    fps: float,
+    mode: str,
+    sigmas: torch.Tensor | None = None,
+    **fields: Any,
+) -> TDPStage:
+    frame_rate = latent.get("frame_rate") if fps == FPS_OF_LATENT else fps
+    if frame_rate is None:
+        raise ValueError(
+            "fps is 0 (take it from the latent), but this latent carries no frame rate: set fps, or connect the video "
+            "latent of SP Stage"
+        )
+    return TDPStage(fps=frame_rate, mode=tdp_mode(mode), sigmas=read_sigmas(sigmas), **fields)
+
+
+def _wires() -> list[io.Input]:
+    return [
+        LTX_MGPU.Input("ltx", tooltip="From Load LTX MGPU; it needs an upsampler when upscale is on."),
+        io.Conditioning.Input("positive", lazy=True, tooltip="From Encode Prompt (LTX MGPU)."),
+        io.Latent.Input("latent", tooltip="The video latent of SP Stage."),
+        io.Latent.Input("audio_latent", optional=True, tooltip="The audio latent of SP Stage."),
+        io.Sigmas.Input(
+            "sigmas",
+            optional=True,
+            tooltip="Noise levels of the refinement. Left open: 0.625, 0.4, 0 in tdp mode; 0.909375, 0.725, 0.421875, "
+            "0 in sp mode.",
+        ),
+    ]
+
+
+def _widgets() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "seed",
+            default=0,
+            min=0,
+            max=MAX_SEED,
+            control_after_generate=True,
+            tooltip="The same seed gives the same clip for every number of workers.",
+        ),
+        io.Boolean.Input(
+            "upscale", default=True, tooltip="Enlarge with the latent upsampler first; off refines at the same size."
+        ),
+        io.Combo.Input(
+            "mode",
+            options=list(TDP_MODES),
+            default=next(iter(TDP_MODES)),
+            tooltip="tdp: tiles shared by the workers, fastest, the sound of the first stage is kept. sp: the whole "
+            "picture spread over the workers, exact, and the sound is refined with it.",
+        ),
+        io.String.Input(
+            "tiles",
+            default="auto",
+            tooltip="Rows x columns of tiles in tdp mode, such as 1x2; auto chooses by the size of the clip.",
+        ),
+        io.Int.Input(
+            "overlap",
+            default=5,
+            min=0,
+            max=64,
+            tooltip="Latent cells (32 pixels each) that neighbouring tiles share. More hides seams and costs time.",
+        ),
+        io.Boolean.Input(
+            "normalize_positions",
+            default=True,
+            tooltip="Let each tile's positions start at zero, where the model is at home.",
+        ),
+        io.Float.Input(
+            "fps",
+            default=FPS_OF_LATENT,
+            min=FPS_OF_LATENT,
+            max=240.0,
+            step=0.01,
+            tooltip="Frames a second; 0 takes the latent's own, which SP Stage has written there.",
+        ),
+    ]
