@@ -1,6 +1,7 @@
 """The pipeline through its client: the toy's reference clips, every worker count, batches, warm fleets, cancels."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,3 +242,11 @@ def test_b113_b127_a_seed_decides_every_draw_whatever_the_process_drew_before(tw
     again = two.sp_stage(STAGE, prompts[0], None, SMALL)
     assert torch.equal(first.video, again.video) and torch.equal(first.audio, again.audio)
     assert not torch.equal(first.video, other.video)
+
+
+def test_b124_a_cancel_while_the_workers_start_is_heard_at_once() -> None:
+    client = toy_client("cpu:1")  # another configuration: the running fleet ends and a new one starts
+    began = time.monotonic()
+    with pytest.raises(JobCancelled, match="while the workers were starting"):
+        client.encode("a ball", "", 128, watch=Watch(should_stop=lambda: time.monotonic() - began > 0.5))
+    assert time.monotonic() - began < 0.5 + 2 + 5  # two seconds, and what ending the other fleet may take

@@ -7,6 +7,7 @@ warm fleet again. Knows no model code, so that a host process stays light.
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,7 +153,7 @@ class LTXClient:
 
     def _run(self, job: Job, tensors: dict[str, Tensor | None], watch: Watch | None) -> dict[str, Any]:
         watch = watch or Watch()
-        controller = current(self._key(), self._start)
+        controller = current(self._key(), lambda: self._start(watch))
         name, fields = to_record(job)
         stream = controller.stream(name=name, fields=fields, tensors=tensors)
         return _follow(stream, watch)
@@ -162,11 +163,18 @@ class LTXClient:
         stamps = tuple((path, os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in self.settings.files())
         return (self.settings, tuple(self.devices), stamps)
 
-    def _start(self) -> MGPUController:
+    def _start(self, watch: Watch) -> MGPUController:
+        """Starts a fleet; a wish to stop ends it before it is up."""
         devices = self.devices
         log.info("starting %d worker(s) on %s", len(devices), ", ".join(devices))
         controller = MGPUController(RUNNER, devices=devices)
-        controller.start(timeout=START_TIMEOUT, settings=asdict(self.settings))
+        with ThreadPoolExecutor(1, thread_name_prefix="mgpu-start") as pool:
+            starting = pool.submit(controller.start, timeout=START_TIMEOUT, settings=asdict(self.settings))
+            while not wait([starting], timeout=POLL_SECONDS).done:
+                if watch.should_stop():
+                    controller.shutdown(graceful_timeout=0.0)  # nothing in it is worth waiting for
+                    raise JobCancelled("the job was cancelled while the workers were starting")
+            starting.result()
         return controller
 
 
