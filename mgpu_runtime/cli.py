@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from .fleet import Event, FleetError
+from .pipeline.checks import check_decode, check_tdp
 from .pipeline.client import LTXClient, Watch
 from .pipeline.jobs import Decode, SPStage, TDPStage
 from .pipeline.settings import DEFAULT_SP_MAX_TOKENS, PRECISIONS, LTXSettings
+from .pipeline.tensors import check_video_latent
 from .sampling.sizes import ScaleFactors, latent_size
 
 
@@ -63,6 +65,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     if not arguments.output.absolute().parent.is_dir():
         raise ValueError(f"the folder of {arguments.output} does not exist: make it, or choose another --output")
+    if arguments.output.suffix.lower() != ".mp4":
+        raise ValueError(f"--output must end in .mp4, got {arguments.output}")
     client = LTXClient(_settings(arguments))
     facts = client.check()
     size = latent_size(
@@ -75,6 +79,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     start_height, start_width = (round(side / facts.upsample_scale) for side in (size.height, size.width))
     latent = torch.zeros(1, facts.video_channels, size.frames, start_height, start_width)
+    large = torch.zeros(1, facts.video_channels, size.frames, size.height, size.width)
     stage1 = SPStage(arguments.seed, arguments.fps, arguments.schedule, preview=False)
     stage2 = TDPStage(
         arguments.seed,
@@ -84,6 +89,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         mode=arguments.stage2,
         preview=False,
     )
+    # what the last steps would refuse is refused before the first one runs
+    check_video_latent(latent, facts, client.settings.sp_max_tokens)
+    check_tdp(stage2, latent, facts, client.settings)
+    check_decode(Decode(), large, facts, client.settings, with_sound=True)
     watch = Watch(on_event=_report)
     try:
         positive, negative = client.encode(

@@ -48,10 +48,12 @@ def split_by_count(length: int, num_tiles: int, overlap: int) -> list[Interval]:
         return [Interval(0, length)]
     smallest, num_larger = divmod(length + (num_tiles - 1) * overlap, num_tiles)
     if smallest <= overlap:
+        most = max(1, length - overlap)
+        smaller = f", or an overlap of at most {length - num_tiles}" if length >= num_tiles else ""
         raise ValueError(
-            f"{length} latent cells cut into {num_tiles} tiles gives tiles of {smallest} cells, "
-            f"but a tile must be larger than the overlap of {overlap}. "
-            f"Use at most {max(1, length - overlap)} tiles, or a smaller overlap."
+            f"{length} latent cells cut into {num_tiles} tiles gives tiles of {smallest} cells, not larger than the "
+            f"overlap of {overlap}. "
+            f"Use {'1 tile' if most == 1 else f'at most {most} tiles'}{smaller}."
         )
     intervals = []
     start = 0
@@ -261,6 +263,17 @@ def _cut_once(sides: Sequence[int], counts: Sequence[int], overlap: int) -> list
     return [count + (axis == chosen) for axis, count in enumerate(counts)]
 
 
+def read_tiles(text: str) -> tuple[int, int] | None:
+    """Reads rows x columns such as "2x3", or None for "auto"; raises ValueError for other texts."""
+    word = text.strip().lower() if isinstance(text, str) else ""
+    if word == "auto":
+        return None
+    parts = word.split("x")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f'Tiles must be "auto" or rows x columns such as "2x3", got {text!r}.')
+    return int(parts[0]), int(parts[1])
+
+
 def parse_tiles(text: str, grid: Grid, overlap: int, *, max_cells: int | None = None) -> TileCountConfig:
     """Reads "auto" or rows x columns such as "2x3" and checks that it fits a latent (F, H, W).
 
@@ -268,13 +281,10 @@ def parse_tiles(text: str, grid: Grid, overlap: int, *, max_cells: int | None = 
     """
     if overlap < 0:
         raise ValueError(f"The tile overlap must be at least 0 latent cells, got {overlap}.")
-    word = text.strip().lower()
-    if word == "auto":
+    counts = read_tiles(text)
+    if counts is None:
         return TileCountConfig.spatial(*auto_tiles(grid, overlap, max_cells=max_cells), overlap)
-    parts = word.split("x")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f'Tiles must be "auto" or rows x columns such as "2x3", got {text!r}.')
-    config = TileCountConfig.spatial(int(parts[0]), int(parts[1]), overlap)
+    config = TileCountConfig.spatial(*counts, overlap)
     for name, axis, length in (("rows", config.height, grid[1]), ("columns", config.width, grid[2])):
         try:
             axis.split(length)

@@ -75,12 +75,6 @@ def _text_encoder_folders() -> dict[str, str]:
     return found
 
 
-def file_stamp(path: str) -> tuple[str, int, int]:
-    """Returns what changes when a file is replaced: path, time, size."""
-    info = os.stat(path)
-    return path, info.st_mtime_ns, info.st_size
-
-
 # Memory
 
 

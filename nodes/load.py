@@ -7,7 +7,7 @@ from typing import Any
 from mgpu_runtime.fleet import parse_devices
 from mgpu_runtime.pipeline.settings import DEFAULT_SP_MAX_TOKENS, PRECISIONS, LTXSettings
 
-from .comfy import LTX_MGPU, file_stamp, io, model_names, model_path, text_encoder_names, text_encoder_path
+from .comfy import LTX_MGPU, io, model_names, model_path, text_encoder_names, text_encoder_path
 from .handle import open_handle
 
 _NO_UPSAMPLER = "none"
@@ -52,7 +52,7 @@ class LTXMGPULoad(io.ComfyNode):
                     "precision",
                     options=list(PRECISIONS),
                     default="auto",
-                    tooltip="auto: as the file on GPUs, fp32 on the CPU.",
+                    tooltip="auto: bf16 on GPUs, fp32 on the CPU.",
                 ),
                 io.Int.Input(
                     "sp_max_tokens",
@@ -80,8 +80,7 @@ class LTXMGPULoad(io.ComfyNode):
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
         """Changes with the files' times, so that a replaced file is read again; an unknown name is left to execute."""
         try:
-            settings = _settings(**inputs)
-            return tuple(file_stamp(path) for path in settings.files())
+            return _settings(**inputs).stamps()
         except (ValueError, TypeError, OSError):
             return None
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mgpu_runtime.pipeline.checks import check_audio_latent, check_tdp, check_video_latent
+from mgpu_runtime.pipeline.checks import check_tdp
 from mgpu_runtime.pipeline.jobs import TDPStage
+from mgpu_runtime.pipeline.tensors import check_audio_latent, check_video_latent
 
 from .graph import Graph, check_asked_size, followers
 from .handle import LTXHandle

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mgpu_runtime.pipeline.jobs import MAX_SEED, TDPStage
+from mgpu_runtime.tiling import read_tiles
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
@@ -91,11 +92,12 @@ def _num_tokens(video: torch.Tensor, scale: float) -> int:
 
 def tiles_sentence(tiles: str | None) -> bool | str:
     """Returns True for a tiles text that can be read, or the sentence to show at the widget."""
-    words = "" if tiles is None else tiles.strip().lower()
-    rows, _, columns = words.partition("x")
-    if tiles is None or words == "auto" or (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        return True
-    return f'tiles must be "auto" or rows x columns such as "2x3", got {tiles!r}'
+    try:
+        if tiles is not None:  # a linked value is not known yet
+            read_tiles(tiles)
+    except ValueError as error:
+        return str(error)
+    return True
 
 
 def _job(

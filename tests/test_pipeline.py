@@ -1,6 +1,8 @@
 """The pipeline through its client: the toy's reference clips, every worker count, batches, warm fleets, cancels."""
 
 import json
+import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_runtime.fleet import Event, JobCancelled, stop
+from mgpu_runtime.fleet import Event, JobCancelled, SymmetricRunnerError, current, stop
 from mgpu_runtime.pipeline.client import LTXClient, Watch
 from mgpu_runtime.pipeline.jobs import Decode, PromptContext, SPStage, TDPStage
 from mgpu_runtime.pipeline.settings import LTXSettings
@@ -176,8 +178,6 @@ def test_a_kept_frame_stays_as_it_was(two: LTXClient, prompts: tuple) -> None:
 
 
 def test_a_second_identical_job_starts_no_process_and_reads_no_weights(two: LTXClient, prompts: tuple) -> None:
-    from mgpu_runtime.fleet import current
-
     def run() -> tuple:
         files_read = []
         results = two.sp_stage(STAGE, prompts[0], None, SMALL, watch=Watch())
@@ -242,6 +242,56 @@ def test_b113_b127_a_seed_decides_every_draw_whatever_the_process_drew_before(tw
     again = two.sp_stage(STAGE, prompts[0], None, SMALL)
     assert torch.equal(first.video, again.video) and torch.equal(first.audio, again.audio)
     assert not torch.equal(first.video, other.video)
+
+
+def test_a_callback_that_raises_takes_its_job_with_it(two: LTXClient, prompts: tuple) -> None:
+    def fail(event: Event) -> None:
+        raise KeyError("from the caller")
+
+    with pytest.raises(KeyError) as held:
+        two.sp_stage(STAGE, prompts[0], None, SMALL, watch=Watch(on_event=fail))
+    assert two.sp_stage(STAGE, prompts[0], None, SMALL).video.shape == SMALL.shape
+    assert held.value.args == ("from the caller",)
+
+
+def test_what_only_the_first_rank_meets_costs_the_fleet_nothing(prompts: tuple, tmp_path: Path) -> None:
+    """A text encoder cut off in its weights passes every check of headers and fails where it is loaded, on rank 0."""
+    folder = tmp_path / "gemma"
+    shutil.copytree(TOY / "gemma-toy", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    client = LTXClient(replace(toy_client("cpu:2").settings, text_encoder=str(folder)))
+    with pytest.raises(SymmetricRunnerError, match="(?i)safetensor|incomplete|metadata"):
+        client.encode("a ball", "", 128)
+    pids = current(client._key(), lambda: pytest.fail("the fleet was lost")).worker_pids
+    assert client.sp_stage(STAGE, prompts[0], None, SMALL).video.shape == SMALL.shape
+    assert current(client._key(), lambda: pytest.fail("the fleet was lost")).worker_pids == pids
+
+
+def test_a_text_encoder_replaced_in_place_is_read_again(tmp_path: Path) -> None:
+    folder = tmp_path / "gemma"
+    shutil.copytree(TOY / "gemma-toy", folder)
+    client = LTXClient(replace(toy_client("cpu:1").settings, text_encoder=str(folder)))
+    before = client._key()
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert client._key() != before
+
+
+def test_a_preview_that_cannot_be_made_does_not_cost_the_clip() -> None:
+    """The 2.0 autoencoder pads by reflection and cannot decode a side of one cell; the stage itself can make it."""
+    checkpoint = GOLDEN / "checkpoints" / "tiny_ltx20.safetensors"
+    client = LTXClient(LTXSettings(str(checkpoint), devices="cpu:2"))
+    facts = client.check()
+    prompt = PromptContext(torch.ones(1, 4, facts.video_context_width), torch.ones(1, 4, facts.audio_context_width))
+    kinds = set()
+    made = client.sp_stage(
+        replace(STAGE, preview=True),
+        prompt,
+        None,
+        torch.zeros(1, 16, 1, 1, 4),
+        watch=Watch(on_event=lambda event: kinds.add(event.kind)),
+    )
+    assert made.video.shape == (1, 16, 1, 1, 4) and "preview" not in kinds
 
 
 def test_b124_a_cancel_while_the_workers_start_is_heard_at_once() -> None:

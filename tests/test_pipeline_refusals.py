@@ -2,19 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mgpu_runtime.cli import main
 from mgpu_runtime.fleet import MGPUController, stop
 from mgpu_runtime.models.streams import StreamInput
+from mgpu_runtime.pipeline.checks import check_decode, check_plan
 from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.jobs import Decode, Encode, PromptContext, SPStage, TDPStage, from_record
 from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.sampling.guidance import GuiderParams
 from tests.goldens import TOY
+from tests.weights_files import TINY_20, TINY_23
 
 SETTINGS = LTXSettings(
     checkpoint=str(TOY / "ltx-toy-23.safetensors"),
@@ -187,6 +191,9 @@ def test_b22_explicit_sigmas_are_used_unchanged_and_end_in_one_zero() -> None:
         (["--width", "-64"], "width must be at least"),
         (["--checkpoint", "/nowhere.safetensors"], "There is no file /nowhere.safetensors"),
         (["--output", "/nowhere/clip.mp4"], "the folder of /nowhere/clip.mp4 does not exist"),
+        (["--output", "clip.foo"], "--output must end in .mp4, got clip.foo"),
+        (["--tiles", "30x9"], "Tiles '30x9' do not fit"),
+        (["--sp-max-tokens", "10"], "exceed sp_max_tokens 10"),
     ],
 )
 def test_b27_b29_the_command_line_refuses_sizes_up_front(
@@ -198,3 +205,98 @@ def test_b27_b29_the_command_line_refuses_sizes_up_front(
     assert main([*arguments, *options]) == 1
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "clip.mp4").exists()
+
+
+NOISE = torch.randn(1, 12, 128)
+SOUND = torch.randn(1, 9, 32)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: Encode(("a \ud83d b",)), "half of a character at position 2"),
+        (lambda: Encode("abc"), "prompts must be a sequence of texts"),
+        (lambda: Encode((None,)), "prompts must be a sequence of texts"),
+        (lambda: Encode(("a",), 128.0), r"max_length cannot be 128.0 \(float\)"),
+        (lambda: SPStage(1.5, 24.0), r"seed cannot be 1.5 \(float\)"),
+        (lambda: SPStage("7", 24.0), r"seed cannot be '7' \(str\)"),
+        (lambda: SPStage(1, "24"), r"fps cannot be '24' \(str\)"),
+        (lambda: SPStage(1, 24.0, steps=2.5), "steps cannot be 2.5"),
+        (lambda: TDPStage(1, 24.0, overlap=2.5), "overlap cannot be 2.5"),
+        (lambda: TDPStage(1, 24.0, tiles="banana", mode="sp"), "Tiles must be"),
+        (lambda: Decode(tiles=7), "Tiles must be"),
+        (lambda: client().sp_stage(STAGE, PROMPT, None, "latent"), "video latent must be a tensor of real numbers"),
+        (lambda: client().decode(Decode(), LATENT.to(torch.complex64)), "tensor of real numbers, got torch.complex64"),
+        (lambda: client().decode(Decode(), LATENT.to("meta")), "tensor of real numbers"),
+        (
+            lambda: client().sp_stage(STAGE, replace(PROMPT, video=PROMPT.video[:0]), None, LATENT),
+            r"video context is \(0, 128, 192\)",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, replace(PROMPT, audio=PROMPT.audio[:, :9]), None, LATENT),
+            r"\(1, 128\) video \(prompts, tokens\) but \(1, 9\) in its audio context",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, replace(PROMPT, mask=torch.ones(1, 9)), None, LATENT),
+            r"but \(1, 9\) in its mask",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, replace(PROMPT, video=PROMPT.video + torch.nan), None, LATENT),
+            "positive prompt holds values that are not finite",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, PROMPT, None, LATENT, noise_mask=torch.ones(1, 1, 0, 1, 1)),
+            "the noise mask is empty",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, PROMPT, None, LATENT, noise=(NOISE, None)),
+            "audio noise is missing, but the stage makes audio",
+        ),
+        (
+            lambda: client().sp_stage(replace(STAGE, with_audio=False), PROMPT, None, LATENT, noise=(NOISE, SOUND)),
+            "audio noise is given, but the stage does not make audio",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, PROMPT, None, LATENT, noise=(NOISE[:, :4], SOUND)),
+            r"video noise must be \(1, 12, 128\) \(clips, tokens, channels\), got \(1, 4, 128\)",
+        ),
+        (
+            lambda: client().sp_stage(STAGE, PROMPT, None, LATENT, noise=(NOISE * torch.nan, SOUND)),
+            "video noise holds values that are not finite",
+        ),
+    ],
+)
+def test_values_that_would_only_fail_in_a_worker_are_refused_in_the_caller(
+    call: Callable[[], object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_numbers_of_other_libraries_become_plain_ones() -> None:
+    job = SPStage(np.int64(7), Fraction(24000, 1001), steps=np.int32(4))
+    assert (type(job.seed), type(job.fps), type(job.steps)) == (int, float, int)
+
+
+def test_guidance_of_a_stream_that_is_not_made_is_not_asked_for() -> None:
+    silent = SPStage(1, 24.0, "ltx2", video=GuiderParams(), with_audio=False)
+    facts = client().check()
+    check_plan(silent, facts, None)
+    with pytest.raises(ValueError, match="negative prompt"):
+        check_plan(replace(silent, with_audio=True), facts, None)
+
+
+def test_a_checkpoint_without_a_part_is_refused_by_the_job_that_needs_it() -> None:
+    """tests/golden's 2.3 file has no vocoder and no audio autoencoder: pictures decode, sound does not."""
+    partial = client(checkpoint=str(TINY_23), text_encoder=None, upsampler=None)
+    latent, sound = torch.zeros(1, 16, 1, 2, 2), torch.zeros(1, 2, 1, 16)
+    check_decode(Decode(), latent, partial.check(), partial.settings, with_sound=False)
+    with pytest.raises(ValueError, match="holds no audio autoencoder"):
+        partial.decode(Decode(), latent, audio_latent=sound)
+
+
+def test_a_decoder_that_pads_by_reflection_refuses_a_side_of_one_cell() -> None:
+    old = client(checkpoint=str(TINY_20), text_encoder=None, upsampler=None)
+    assert old.check().decode_min_cells == 2
+    with pytest.raises(ValueError, match="at least 2 latent cells a side"):
+        old.decode(Decode("1x1"), torch.zeros(1, 16, 1, 1, 4))

@@ -14,6 +14,8 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 from torch import Tensor
 
+from .streams import Keep
+
 RotaryTable = tuple[Tensor, Tensor]
 # (q_BTHD, k_BSHD, v_BSHD, bias or None) -> out_BTHD; bias broadcasts to (B, H, T, S)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -34,9 +36,8 @@ def rotate(x_BTC: Tensor, table: RotaryTable, rope_type: str) -> Tensor:
 class LTXAttentionProcessor:
     """Projects, rotates, attends, gates and projects out, as every attention of LTX-2 does.
 
-    `attend` is the only thing parallel execution changes. Keyword `keep` holds spatio-temporal guidance: a tuple of one
-    bool per sample; a sample with False passes its value projection through instead of attending (it is still gated
-    and projected out).
+    `attend` is the only thing parallel execution changes. Keyword `keep` holds spatio-temporal guidance: a sample
+    that is not kept passes its value projection through instead of attending (it is still gated and projected out).
     """
 
     # diffusers sets these two on a processor when a user picks a backend or its own context parallelism
@@ -54,17 +55,17 @@ class LTXAttentionProcessor:
         attention_mask: Tensor | None = None,
         query_rotary_emb: RotaryTable | None = None,
         key_rotary_emb: RotaryTable | None = None,
-        keep: tuple[bool, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         v = attn.to_v(source).unflatten(2, (attn.heads, -1))
-        if keep is not None and not any(keep):
+        if keep is not None and not keep.any:
             out = v
         else:
             q, k = self._queries_and_keys(attn, hidden_states, source, query_rotary_emb, key_rotary_emb)
             out = self.attend(q, k, v, attention_mask)
-            if keep is not None and not all(keep):
-                out = torch.where(torch.tensor(keep, device=out.device)[:, None, None, None], out, v)
+            if keep is not None:
+                out = torch.where(keep.mask[:, None, None, None], out, v)
         if attn.to_gate_logits is not None:
             out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).unsqueeze(-1)
         return attn.to_out[0](out.flatten(2, 3))

@@ -14,13 +14,11 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerB
 from torch import Tensor
 
 from .attention import RotaryTable
-from .streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO
-
-Keep = Sequence[tuple[bool, ...] | None]
+from .streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO, Keep
 
 
 @dataclass
-class StreamState:
+class BlockStream:
     """Holds one stream on its way through the blocks; only `hidden` changes.
 
     Modulations are (B, T or 1, rows * D); biases are additive and broadcast to (B, heads, T, keys).
@@ -74,11 +72,11 @@ def _audio_half(block: LTX2VideoTransformerBlock) -> _Half:
 
 
 def run_block(
-    block: LTX2VideoTransformerBlock, video: StreamState | None, audio: StreamState | None, keep: Keep
+    block: LTX2VideoTransformerBlock, video: BlockStream | None, audio: BlockStream | None, keep: Sequence[Keep | None]
 ) -> None:
     """Advances `hidden` of the streams that are there by one block.
 
-    `keep` holds, per kind of perturbation, None (nothing perturbed) or one bool per sample.
+    `keep` holds one entry per kind of perturbation; None keeps all samples.
     """
     streams = []
     if video is not None:
@@ -102,7 +100,7 @@ def _rows(table_RD: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
     return (table_RD + modulation.unflatten(-1, (table_RD.shape[0], -1))).unbind(2)
 
 
-def _attend_self(stream: StreamState, half: _Half, row: Sequence[Tensor], keep: tuple[bool, ...] | None) -> None:
+def _attend_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], keep: Keep | None) -> None:
     shift, scale, gate = row[:3]
     modulated = half.norms[0](stream.hidden) * (1 + scale) + shift
     attended = half.self_attention(
@@ -111,7 +109,7 @@ def _attend_self(stream: StreamState, half: _Half, row: Sequence[Tensor], keep: 
     stream.hidden = stream.hidden + attended * gate
 
 
-def _attend_text(stream: StreamState, half: _Half, row: Sequence[Tensor]) -> None:
+def _attend_text(stream: BlockStream, half: _Half, row: Sequence[Tensor]) -> None:
     query, context = half.norms[1](stream.hidden), stream.context
     if len(row) > 6:  # 2.3 and later also modulate the text attention
         query = query * (1 + row[7]) + row[6]
@@ -127,7 +125,9 @@ def _modulate_prompt(context: Tensor, table: Tensor, modulation: Tensor | None) 
     return context * (1 + scale) + shift
 
 
-def _attend_across(block: LTX2VideoTransformerBlock, video: StreamState, audio: StreamState, keep: Keep) -> None:
+def _attend_across(
+    block: LTX2VideoTransformerBlock, video: BlockStream, audio: BlockStream, keep: Sequence[Keep | None]
+) -> None:
     to_video, to_audio = (_any_kept(keep[AUDIO_TO_VIDEO]), _any_kept(keep[VIDEO_TO_AUDIO]))
     if not (to_video or to_audio):
         return
@@ -162,11 +162,11 @@ def _scale_shift(x: Tensor, rows: Sequence[Tensor]) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def _any_kept(keep: tuple[bool, ...] | None) -> bool:
-    return keep is None or any(keep)
+def _any_kept(keep: Keep | None) -> bool:
+    return keep is None or keep.any
 
 
-def _only_kept(attended: Tensor, keep: tuple[bool, ...] | None) -> Tensor:
+def _only_kept(attended: Tensor, keep: Keep | None) -> Tensor:
     if keep is None:
         return attended
-    return attended * torch.tensor(keep, dtype=attended.dtype, device=attended.device)[:, None, None]
+    return attended * keep.mask[:, None, None]

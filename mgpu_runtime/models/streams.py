@@ -66,6 +66,14 @@ class StreamInput:
         )
 
 
+class Keep:
+    """Says for each sample of a batch whether an attention is kept (True) or perturbed, on the host and on a device."""
+
+    def __init__(self, flags: tuple[bool, ...], device: torch.device) -> None:
+        self.any = any(flags)
+        self.mask = torch.tensor(flags, device=device)  # made once: a copy to the device inside a block would wait
+
+
 def log_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Turns attention weights in [0, 1] into an additive bias log(m); 0 becomes the lowest finite value of `dtype`.
 

@@ -13,8 +13,8 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2Vi
 from torch import Tensor
 
 from .attention import Attend, LTXAttentionProcessor, attend_locally
-from .block import StreamState, run_block
-from .streams import NUM_PERTURBATION_KINDS, StreamInput, log_bias
+from .block import BlockStream, run_block
+from .streams import NUM_PERTURBATION_KINDS, Keep, StreamInput, log_bias
 
 
 class LTXTransformer(LTX2VideoTransformer3DModel):
@@ -50,7 +50,7 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
             run_block(block, video_state, audio_state, keep)
         return self._close_video(video_state), self._close_audio(audio_state)
 
-    def _keeps(self, perturbation: Tensor | None) -> Sequence[Sequence[tuple[bool, ...] | None]]:
+    def _keeps(self, perturbation: Tensor | None) -> Sequence[Sequence[Keep | None]]:
         num_layers = len(self.transformer_blocks)
         if perturbation is None:
             return [(None,) * NUM_PERTURBATION_KINDS] * num_layers
@@ -59,9 +59,11 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
                 f"perturbation must be ({NUM_PERTURBATION_KINDS}, {num_layers}, batch), got {tuple(perturbation.shape)}"
             )
         by_layer = (perturbation > 0).transpose(0, 1).tolist()
-        return [[None if all(row) else tuple(row) for row in layer] for layer in by_layer]
+        rows = {tuple(row) for layer in by_layer for row in layer}
+        keeps = {row: None if all(row) else Keep(row, self.device) for row in rows}
+        return [[keeps[tuple(row)] for row in layer] for layer in by_layer]
 
-    def _open_video(self, video: StreamInput, audio: StreamInput | None) -> StreamState:
+    def _open_video(self, video: StreamInput, audio: StreamInput | None) -> BlockStream:
         hidden = self.proj_in(video.latent.to(self.dtype))
         if self.config.use_keyframes_abs_pos_embedding and video.keyframes_mask is not None:
             hidden = hidden + (video.keyframes_mask > 0).to(hidden.dtype) * self.keyframes_abs_pos_embedding
@@ -79,7 +81,7 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
             caption_projection=getattr(self, "caption_projection", None),
         )
 
-    def _open_audio(self, audio: StreamInput, video: StreamInput | None) -> StreamState:
+    def _open_audio(self, audio: StreamInput, video: StreamInput | None) -> BlockStream:
         return self._open(
             audio,
             video,
@@ -96,7 +98,7 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
     def _open(
         self, own: StreamInput, other: StreamInput | None, hidden: Tensor, *, rotary, cross_rotary,
         time_embed, prompt_embed, cross_embed, gate_embed, caption_projection,
-    ) -> StreamState:  # fmt: skip
+    ) -> BlockStream:  # fmt: skip
         """Builds what all blocks share of one stream: modulations, rotary tables, projected text, masks."""
         scale = self.config.timestep_scale_multiplier
         gate_scale = self.config.cross_attn_timestep_scale_multiplier
@@ -110,7 +112,7 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
         if prompt_embed is not None:
             prompt, _ = _modulation(prompt_embed, own.sigma[:, None] * scale, hidden.dtype)
         context = own.context.to(hidden.dtype)
-        return StreamState(
+        return BlockStream(
             hidden=hidden,
             context=context if caption_projection is None else caption_projection(context),
             modulation=modulation,
@@ -124,14 +126,14 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
             context_bias=None if own.context_mask is None else log_bias(own.context_mask, hidden.dtype)[:, None, None],
         )
 
-    def _close_video(self, state: StreamState | None) -> Tensor | None:
+    def _close_video(self, state: BlockStream | None) -> Tensor | None:
         return state and _close(state, self.scale_shift_table, self.norm_out, self.proj_out)
 
-    def _close_audio(self, state: StreamState | None) -> Tensor | None:
+    def _close_audio(self, state: BlockStream | None) -> Tensor | None:
         return state and _close(state, self.audio_scale_shift_table, self.audio_norm_out, self.audio_proj_out)
 
 
-def _close(state: StreamState, table: Tensor, norm: torch.nn.Module, projection: torch.nn.Module) -> Tensor:
+def _close(state: BlockStream, table: Tensor, norm: torch.nn.Module, projection: torch.nn.Module) -> Tensor:
     """Turns the last hidden state into a velocity, (B, T, channels)."""
     shift, scale = (table[None, None] + state.embedded_timestep[:, :, None]).unbind(2)
     return projection(norm(state.hidden) * (1 + scale) + shift)

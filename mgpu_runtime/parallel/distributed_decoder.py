@@ -133,6 +133,7 @@ class DistributedDecoder:
                     layout.check_pixels(group, index, held[index])
                 except torch.OutOfMemoryError:
                     held.clear()
+                    torch.cuda.empty_cache()
                     fitted = False
             on_round(group * rounds + number + 1, len(layout.times) * rounds)
         return held if self._team.all_agree(fitted) else None

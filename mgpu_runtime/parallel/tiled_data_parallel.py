@@ -64,6 +64,7 @@ class TiledDataParallelModelWrapper(nn.Module):
         self.grid = grid
         self.normalize_positions = normalize_positions
         self._tiles: list[Tile] = [] if grid is None else tiling.split(grid)
+        self._shares: tuple[Tensor, list[TileTokens]] | None = None
 
     def for_grid(self, grid: Grid, tiling: TileCountConfig | None = None) -> "TiledDataParallelModelWrapper":
         """Returns the wrapper (same inner model) for a latent (F, H, W), whose cells are the first F*H*W video tokens.
@@ -89,7 +90,7 @@ class TiledDataParallelModelWrapper(nn.Module):
         assert self.grid is not None, "call for_grid with the latent's size first"
         rank = 0 if self.group is None else dist.get_rank(self.group)
         world_size = 1 if self.group is None else dist.get_world_size(self.group)
-        shares = tile_tokens(self._tiles, self.grid, video.positions)
+        shares = self._find_shares(video.positions)
         total = _Sum(video, audio)
         for share in shares[rank::world_size]:  # a rank without a tile still joins the all-reduce, with zeros
             tile = tile_stream(video, share, normalize_positions=self.normalize_positions)
@@ -98,6 +99,13 @@ class TiledDataParallelModelWrapper(nn.Module):
         if world_size > 1:
             dist.all_reduce(total.flat, group=self.group)
         return total.velocities()
+
+
+    def _find_shares(self, positions: Tensor) -> list[TileTokens]:
+        """Gives each tile's tokens, found once for the positions of a job: finding them waits for the GPU."""
+        if self._shares is None or self._shares[0] is not positions:
+            self._shares = positions, tile_tokens(self._tiles, self.grid, positions)
+        return self._shares[1]
 
 
 class _Sum:

@@ -5,9 +5,7 @@ warm fleet again. Knows no model code, so that a host process stays light.
 """
 
 import logging
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +16,7 @@ from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_
 from ..parallel.limits import check_heads
 from ..sampling.sizes import pixel_frames
 from ..weights.facts import ModelFacts, describe
-from . import checks
+from . import checks, tensors
 from .jobs import Decode, Decoded, Encode, Job, PromptContext, SPStage, StageLatents, TDPStage, to_record
 from .settings import LTXSettings
 
@@ -67,8 +65,7 @@ class LTXClient:
     ) -> tuple[PromptContext, PromptContext]:
         """Encodes both prompts (either may be empty) into contexts of `max_length` tokens."""
         job = Encode((prompt, negative_prompt), max_length)
-        self.check()
-        checks.check_text_encoder(self.settings)
+        checks.check_components(job, self.check(), self.settings)
         contexts = self._run(job, {}, watch)["contexts"]
         positive, negative = (PromptContext(**context) for context in contexts)
         return positive, negative
@@ -82,7 +79,7 @@ class LTXClient:
         *,
         noise_mask: Tensor | None = None,
         audio_latent: Tensor | None = None,
-        noise: tuple[Tensor, Tensor | None] | None = None,
+        noise: tensors.Noise | None = None,
         watch: Watch | None = None,
     ) -> StageLatents:
         """Samples under sequence parallelism from latent (B, C, F, H, W); see SPStage.
@@ -92,14 +89,18 @@ class LTXClient:
         (B, tokens, C').
         """
         facts = self.check()
-        checks.check_video_latent(latent, facts, self.settings.sp_max_tokens)
-        checks.check_contexts(facts, latent.shape[0], positive, negative)
+        checks.check_components(job, facts, self.settings)
+        grid = tensors.check_video_latent(latent, facts, self.settings.sp_max_tokens)
+        tensors.check_contexts(facts, latent.shape[0], positive, negative)
         checks.check_plan(job, facts, negative)
         if noise_mask is not None:
-            checks.check_noise_mask(noise_mask, latent)
+            tensors.check_noise_mask(noise_mask, latent)
         if audio_latent is not None:
-            audio_latent = checks.fit_audio(audio_latent, facts, latent, job.fps)
-        tensors = {
+            audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
+        if noise is not None:
+            num_sounds = checks.num_audio_frames(grid[0], job.fps, facts) if job.with_audio else None
+            tensors.check_noise(noise, facts, grid, num_sounds, latent.shape[0])
+        sent = {
             **_context_tensors("positive", positive),
             **_context_tensors("negative", negative),
             **_noise_tensors(noise),
@@ -107,7 +108,7 @@ class LTXClient:
             "noise_mask": noise_mask,
             "audio_latent": audio_latent,
         }
-        return _stage_latents(self._run(job, tensors, watch))
+        return _stage_latents(self._run(job, sent, watch))
 
     def tdp_stage(
         self,
@@ -116,31 +117,34 @@ class LTXClient:
         latent: Tensor,
         *,
         audio_latent: Tensor | None = None,
-        noise: tuple[Tensor, Tensor | None] | None = None,
+        noise: tensors.Noise | None = None,
         watch: Watch | None = None,
     ) -> StageLatents:
         """Upscales latent (B, C, F, H, W) and refines it; see TDPStage. Sound passes through, or follows by mode."""
         facts = self.check()
-        checks.check_tdp(job, latent, facts, self.settings)
-        checks.check_contexts(facts, latent.shape[0], positive, None)
+        grid = checks.check_tdp(job, latent, facts, self.settings)
+        tensors.check_contexts(facts, latent.shape[0], positive, None)
         if audio_latent is not None:
-            audio_latent = checks.fit_audio(audio_latent, facts, latent, job.fps)
-        tensors = {
+            audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
+        if noise is not None:
+            follows = job.mode == "sp" and audio_latent is not None
+            tensors.check_noise(noise, facts, grid, audio_latent.shape[2] if follows else None, latent.shape[0])
+        sent = {
             **_context_tensors("positive", positive),
             **_noise_tensors(noise),
             "latent": latent,
             "audio_latent": audio_latent,
         }
-        return _stage_latents(self._run(job, tensors, watch))
+        return _stage_latents(self._run(job, sent, watch))
 
     def decode(
         self, job: Decode, latent: Tensor, *, audio_latent: Tensor | None = None, watch: Watch | None = None
     ) -> Decoded:
         """Decodes latent (B, C, F, H, W) to frames and, where given, an audio latent (B, C', T, M) to sound."""
         facts = self.check()
-        checks.check_decode(job, latent, facts)
+        checks.check_decode(job, latent, facts, self.settings, with_sound=audio_latent is not None)
         if audio_latent is not None:
-            checks.check_audio_latent(audio_latent, facts)
+            tensors.check_audio_latent(audio_latent, facts)
         num_frames = latent.shape[0] * pixel_frames(latent.shape[2], facts.scale_factors[0])
         frames = _Frames(watch or Watch(), num_frames)
         watch = Watch(frames.on_event, frames.watch.should_stop)
@@ -160,34 +164,28 @@ class LTXClient:
 
     def _key(self) -> tuple:
         """Names the fleet by content: settings, and which version of each file is meant."""
-        stamps = tuple((path, os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in self.settings.files())
-        return (self.settings, tuple(self.devices), stamps)
+        return (self.settings, tuple(self.devices), self.settings.stamps())
 
     def _start(self, watch: Watch) -> MGPUController:
         """Starts a fleet; a wish to stop ends it before it is up."""
         devices = self.devices
         log.info("starting %d worker(s) on %s", len(devices), ", ".join(devices))
         controller = MGPUController(RUNNER, devices=devices)
-        with ThreadPoolExecutor(1, thread_name_prefix="mgpu-start") as pool:
-            starting = pool.submit(controller.start, timeout=START_TIMEOUT, settings=asdict(self.settings))
-            while not wait([starting], timeout=POLL_SECONDS).done:
-                if watch.should_stop():
-                    controller.shutdown(graceful_timeout=0.0)  # nothing in it is worth waiting for
-                    raise JobCancelled("the job was cancelled while the workers were starting")
-            starting.result()
+        controller.start(timeout=START_TIMEOUT, should_stop=watch.should_stop, settings=asdict(self.settings))
         return controller
 
 
 def _follow(stream: Stream, watch: Watch) -> dict[str, Any]:
     """Hands the events on until the result is there; turns a wish to stop into a cancel of all ranks."""
     cancelled = False
-    while not stream.done:
-        event = stream.next_event(POLL_SECONDS)
-        if event is not None:
-            watch.on_event(event)
-        if not cancelled and watch.should_stop():
-            stream.cancel()
-            cancelled = True
+    with stream:  # whatever the caller's functions raise, the job does not go on without a reader
+        while not stream.done:
+            event = stream.next_event(POLL_SECONDS)
+            if event is not None:
+                watch.on_event(event)
+            if not cancelled and watch.should_stop():
+                stream.cancel()
+                cancelled = True
     if cancelled:  # the job may have ended just before the cancel reached it; the caller asked to stop all the same
         raise JobCancelled("the job was cancelled")
     return stream.result
@@ -215,7 +213,7 @@ def _context_tensors(name: str, context: PromptContext | None) -> dict[str, Tens
     return {f"{name}_{field}": None if context is None else getattr(context, field) for field in fields}
 
 
-def _noise_tensors(noise: tuple[Tensor, Tensor | None] | None) -> dict[str, Tensor | None]:
+def _noise_tensors(noise: tensors.Noise | None) -> dict[str, Tensor | None]:
     video, audio = noise if noise is not None else (None, None)
     return {"video_noise": video, "audio_noise": audio}
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..parallel.distributed_decoder import DistributedDecoder
 from ..parallel.pixel_tiles import VAEShape
 from .checks import decode_tiling
+from .first_rank import on_first_rank
 from .jobs import Decode
 from .models import LTXModels
 from .progress import Progress
@@ -35,7 +36,6 @@ def run_decode(
         driver_rank=DRIVER_RANK,
     )
     decoder.decode(latent, on_round=on_round)
-    if sound is None or info.rank != DRIVER_RANK:
-        return {"waveform": None, "sample_rate": None}
-    waveform, sample_rate = models.decode_audio(sound)
+    made = None if sound is None else on_first_rank(info, lambda: models.decode_audio(sound))
+    waveform, sample_rate = made or (None, None)
     return {"waveform": waveform, "sample_rate": sample_rate}

@@ -5,6 +5,8 @@ latent frames, M mel bins of an audio latent, N samples of sound.
 """
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ..sampling.guidance import GuiderParams
 from ..sampling.sigmas import check_sigmas
+from ..tiling import read_tiles
 
 SCHEDULES = ("auto", "distilled", "ltx2")
 UPSCALE_MODES = ("tdp", "sp")
@@ -55,6 +58,11 @@ class Encode:
     max_length: int = 1024
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompts, str) or not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise ValueError(f"prompts must be a sequence of texts, got {self.prompts!r}")
+        for prompt in self.prompts:
+            check_text(prompt)
+        _settle(self, prompts=tuple, max_length=_whole)
         if self.max_length < 128 or self.max_length % 128:
             below = max(128, self.max_length // 128 * 128)
             raise ValueError(
@@ -90,14 +98,13 @@ class SPStage:
     preview: bool = True
 
     def __post_init__(self) -> None:
+        _settle(self, seed=_whole, fps=_number, steps=_whole, sigmas=check_sigmas)
         _check_seed(self.seed)
         _check_fps(self.fps)
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if not 0 <= self.steps <= 1000:
             raise ValueError(f"steps must be 0 (the model's default) to 1000, got {self.steps}")
-        if self.sigmas is not None:
-            object.__setattr__(self, "sigmas", check_sigmas(self.sigmas))
 
 
 @dataclass(frozen=True)
@@ -128,14 +135,13 @@ class TDPStage:
     preview: bool = True
 
     def __post_init__(self) -> None:
+        _settle(self, seed=_whole, fps=_number, overlap=_whole, sigmas=check_sigmas, tiles=_tiles)
         _check_seed(self.seed)
         _check_fps(self.fps)
         if self.mode not in UPSCALE_MODES:
             raise ValueError(f"mode must be one of {', '.join(UPSCALE_MODES)}, got {self.mode!r}")
         if self.overlap < 0:
             raise ValueError(f"overlap must be 0 or more latent cells, got {self.overlap}")
-        if self.sigmas is not None:
-            object.__setattr__(self, "sigmas", check_sigmas(self.sigmas))
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Decode:
     overlap: int = 4
 
     def __post_init__(self) -> None:
+        _settle(self, overlap=_whole, tiles=_tiles)
         if self.overlap < 0:
             raise ValueError(f"overlap must be 0 or more latent cells, got {self.overlap}")
 
@@ -170,6 +177,43 @@ def from_record(name: str, fields: dict[str, Any]) -> Job:
         raise ValueError(f"unknown job {name!r}; known are {', '.join(_KINDS)}")
     guiders = {key: GuiderParams(**fields[key]) for key in ("video", "audio") if fields.get(key) is not None}
     return _KINDS[name](**{**fields, **guiders})
+
+
+def check_text(prompt: str) -> None:
+    """Raises ValueError for a text that no tokenizer takes: half of a character, as a cut in the middle leaves it."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt holds half of a character at position {error.start}: type that character again"
+        ) from None
+
+
+def _settle(job: Any, **kinds: Callable[[Any], Any]) -> None:
+    """Replaces a new job's fields by plain values that can travel, each by its kind; None stays None."""
+    for name, kind in kinds.items():
+        value = getattr(job, name)
+        if value is None:
+            continue
+        try:
+            object.__setattr__(job, name, kind(value))
+        except TypeError:
+            raise ValueError(f"{name} cannot be {value!r} ({type(value).__name__})") from None
+
+
+def _whole(value: Any) -> int:
+    return operator.index(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError
+    return float(value)
+
+
+def _tiles(value: Any) -> str:
+    read_tiles(value)
+    return value
 
 
 def _check_seed(seed: int) -> None:

@@ -27,10 +27,12 @@ def plan_sp_stage(job: SPStage, facts: ModelFacts) -> SamplingPlan:
         schedule = "distilled" if facts.is_distilled else "ltx2"
     neutral = GuiderParams()
     if schedule == "distilled":
-        return SamplingPlan(job.sigmas or DISTILLED_STAGE1, job.video or neutral, job.audio or neutral)
-    defaults = guidance_defaults(facts.version, num_layers=facts.num_layers)
-    sigmas = job.sigmas or ltx2_sigmas(job.steps or defaults.steps)
-    return SamplingPlan(sigmas, job.video or defaults.video, job.audio or defaults.audio)
+        sigmas, video, audio = DISTILLED_STAGE1, neutral, neutral
+    else:
+        defaults = guidance_defaults(facts.version, num_layers=facts.num_layers)
+        sigmas, video, audio = ltx2_sigmas(job.steps or defaults.steps), defaults.video, defaults.audio
+    sound = (job.audio or audio) if job.with_audio else neutral
+    return SamplingPlan(job.sigmas or sigmas, job.video or video, sound)
 
 
 def plan_tdp_stage(job: TDPStage) -> SamplingPlan:

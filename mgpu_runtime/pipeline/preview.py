@@ -1,9 +1,33 @@
 """The picture shown while a clip is made."""
 
+import logging
+
 import torch
 from torch import Tensor
 
 from .models import LTXModels
+from .progress import Progress
+
+log = logging.getLogger("mgpu")
+
+
+class Preview:
+    """Shows the clip's middle frame after a step; a picture that cannot be made never costs the clip."""
+
+    def __init__(self, models: LTXModels, progress: Progress) -> None:
+        self._models = models
+        self._progress = progress
+        self._works = "video_vae" in models.facts.components
+
+    def __call__(self, latent: Tensor) -> None:
+        """Decodes and shows the middle of the first clip of a video latent (B, C, F, H, W)."""
+        if not self._works:
+            return
+        try:
+            self._progress.preview(middle_frame(latent, self._models))
+        except (ValueError, RuntimeError) as error:  # a size the autoencoder cannot pad, no memory left
+            self._works = False
+            log.warning("No previews for this clip: %s", error)
 
 
 def middle_frame(latent: Tensor, models: LTXModels) -> Tensor:

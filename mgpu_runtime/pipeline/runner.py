@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..fleet import JobContext, MGPURunner
 from ..weights.facts import describe
+from .checks import needed_components
 from .decoding import run_decode
 from .encoding import run_encode
 from .jobs import Decode, Encode, SPStage, TDPStage, from_record
@@ -28,9 +29,10 @@ class LTXRunner(MGPURunner):
         self.models = LTXModels(self.settings, facts, self.info)
 
     def check(self, *, name: str, fields: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
-        """Refuses a job this rank cannot read or whose files are gone, before any rank enters a collective."""
-        from_record(name, fields)
+        """Refuses a job this rank cannot read or whose files do not fit, before any rank enters a collective."""
+        request = from_record(name, fields)
         describe(self.settings.checkpoint, self.settings.upsampler, self.settings.text_encoder)
+        self.models.check(needed_components(request, with_sound=tensors.get("audio_latent") is not None))
 
     @torch.no_grad()
     def __call__(

@@ -14,10 +14,11 @@ from ..sampling.patchify import audio_latent, video_latent
 from ..sampling.sizes import ScaleFactors, audio_latent_frames, pixel_frames
 from ..sampling.state import StreamState, add_noise, audio_state, video_state
 from .checks import tdp_tiling
+from .first_rank import on_first_rank
 from .jobs import PromptContext, SPStage, TDPStage
 from .models import LTXModels
 from .plan import SamplingPlan, plan_sp_stage, plan_tdp_stage
-from .preview import middle_frame
+from .preview import Preview
 from .progress import Progress
 
 Tensors = dict[str, Tensor | None]
@@ -72,8 +73,8 @@ def _upscaled(latent: Tensor, models: LTXModels, progress: Progress) -> Tensor:
     """Upscales on the first rank and shares the result: all ranks must refine the same numbers."""
     info = models.info
     progress.step("upscale", 0, 1)
-    if info.rank == 0:
-        latent = models.upsample(latent.to(info.device)).float().contiguous()
+    larger = on_first_rank(info, lambda: models.upsample(latent.to(info.device)).float().contiguous())
+    latent = latent if larger is None else larger
     shape = torch.tensor(latent.shape, device=info.device)
     if info.world_size > 1:
         dist.broadcast(shape, src=0, group=info.group)
@@ -116,11 +117,13 @@ class _Sampler:
             num_layers=self.models.facts.num_layers,
         )
 
+        show = Preview(self.models, self.progress) if self.preview and self.models.info.rank == 0 else None
+
         def on_step(step: int, of: int, sigma: float, video_x0: Tensor, audio_x0: Tensor | None) -> None:
             self.progress.step(self.name, step, of, sigma)
-            if self.preview and self.models.info.rank == 0:
-                self.progress.preview(middle_frame(video_latent(video_x0, grid), self.models))
-            self.progress.raise_if_cancelled()
+            self.progress.raise_if_cancelled()  # before the preview, for which the other ranks do not wait
+            if show is not None:
+                show(video_latent(video_x0, grid))
 
         self.progress.step(self.name, 0, len(self.plan.sigmas) - 1, self.plan.sigmas[0])
         self.progress.raise_if_cancelled()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.streams import AUDIO_SELF, AUDIO_TO_VIDEO, NUM_PERTURBATION_KINDS, VIDEO_SELF, VIDEO_TO_AUDIO, StreamInput
-from .guidance import NEUTRAL, GuiderParams, combine
+from .guidance import NEUTRAL, GuiderParams, check_guidance, combine
 from .state import StreamState
 
 Pair = tuple[Tensor | None, Tensor | None]  # video, audio
@@ -74,13 +74,8 @@ class GuidedDenoiser:
         the rows of one call (at least all clips of one pass). Raises ValueError where the negative prompt is missing
         or an STG block is not in the model.
         """
-        if (video.needs_uncond or audio.needs_uncond) and negative is None:
-            raise ValueError("Guidance (cfg other than 1) needs a negative prompt; connect one or set cfg to 1.")
+        check_guidance(video, audio, has_negative=negative is not None, num_layers=num_layers)
         perturbs = video.needs_perturbed or audio.needs_perturbed
-        if perturbs and num_layers is not None:
-            outside = [block for block in (*video.stg_blocks, *audio.stg_blocks) if block >= num_layers]
-            if outside:
-                raise ValueError(f"STG blocks {outside} are not in this model, whose blocks are 0 to {num_layers - 1}.")
         assert num_layers is not None or not (perturbs or video.needs_isolated or audio.needs_isolated)
         self._model = model
         self._positive = positive

@@ -68,6 +68,25 @@ class GuiderParams:
 NEUTRAL = GuiderParams()
 
 
+def check_guidance(
+    video: GuiderParams, audio: GuiderParams, *, has_negative: bool, num_layers: int | None = None
+) -> None:
+    """Raises ValueError where guidance needs a negative prompt that is not there, or names a block that is not."""
+    if (video.needs_uncond or audio.needs_uncond) and not has_negative:
+        raise ValueError(
+            f"Guidance of cfg {video.cfg:g} (video) and {audio.cfg:g} (audio) needs a negative prompt: connect the "
+            "negative output of Encode Prompt, or set both to 1."
+        )
+    if num_layers is None or not (video.needs_perturbed or audio.needs_perturbed):
+        return
+    for name, guider in (("video", video), ("audio", audio)):
+        outside = [block for block in guider.stg_blocks if block >= num_layers]
+        if outside:
+            raise ValueError(
+                f"The {name} STG names block {outside[0]}, but this model's blocks are 0 to {num_layers - 1}."
+            )
+
+
 def combine(
     params: GuiderParams,
     cond: Tensor,

@@ -44,6 +44,7 @@ class ModelFacts:
         scale_factors: frames, rows and columns of pixels per latent cell.
         sample_rate: samples per second of the decoded sound; None when the file has no vocoder.
         text_hidden_size, text_num_states: what the text projection takes (3840 and 49); None without text projection.
+        decode_min_cells: the smallest side, in latent cells, of a tile that the video autoencoder can decode.
         upsample_scale: factor of the latent upsampler; None when there is none.
         text_encoder: facts of the text encoder folder; None when none was given.
     """
@@ -67,6 +68,7 @@ class ModelFacts:
     sample_rate: int | None
     text_hidden_size: int | None
     text_num_states: int | None
+    decode_min_cells: int = 1
     upsample_scale: float | None = None
     text_encoder: TextEncoderFacts | None = None
 
@@ -125,9 +127,17 @@ def _describe(
         sample_rate=vocoder_sample_rate(file) if "vocoder" in file.config else None,
         text_hidden_size=hidden_size,
         text_num_states=num_states,
+        decode_min_cells=_decode_min_cells(file),
         upsample_scale=None if upsampler_key is None else _upsample_scale(upsampler_key[0], values["in_channels"]),
         text_encoder=text_encoder,
     )
+
+
+def _decode_min_cells(file: CheckpointFile) -> int:
+    """A decoder that pads by reflection needs two cells a side; 1 where the file's decoder is not one we build."""
+    section = file.config.get("vae", {})
+    # as video_vae_kwargs reads it, but without refusing the file: it may hold another kind of decoder
+    return 2 if "video_vae" in file.components and not section.get("spatial_padding_mode") else 1
 
 
 @lru_cache(maxsize=32)
