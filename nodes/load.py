@@ -33,7 +33,7 @@ class LTXMGPULoad(io.ComfyNode):
                 io.Combo.Input(
                     "text_encoder",
                     options=text_encoder_names(),
-                    tooltip="The Gemma folder (with config.json and tokenizer) or file under models/text_encoders.",
+                    tooltip="The Gemma 3 folder (with config.json and tokenizer) under models/text_encoders.",
                 ),
                 io.Combo.Input(
                     "upsampler",

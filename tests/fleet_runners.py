@@ -17,11 +17,14 @@ class Echo(MGPURunner):
     def setup(self, **kwargs: object) -> None:
         self.setup_kwargs = kwargs
 
-    def check(self, *, action: str, refuse_on: tuple[int, ...] = (), **kwargs: object) -> None:
+    def check(
+        self, *, action: str, refuse_on: tuple[int, ...] = (), check_seconds: dict | None = None, **kwargs: object
+    ) -> None:
+        time.sleep((check_seconds or {}).get(self.info.rank, 0.0))
         if self.info.rank in refuse_on:
             raise ValueError("The size 7 is odd; choose an even one.")
 
-    def __call__(self, job: JobContext, *, action: str, refuse_on: tuple[int, ...] = (), **kwargs: object) -> object:
+    def __call__(self, job: JobContext, *, action: str, **kwargs: object) -> object:
         return getattr(self, action)(job, **kwargs)
 
     def echo(self, job: JobContext, value: object = None) -> object:
@@ -81,6 +84,13 @@ class Echo(MGPURunner):
             print("these were my last words", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
+
+    def hang(self, job: JobContext, rank: int) -> None:
+        """Is stuck on one rank before the step boundary at which a cancel is seen."""
+        job.progress("stage", 0, 1)
+        if self.info.rank == rank:
+            time.sleep(600)
+        job.raise_if_cancelled()
 
     def out_of_step(self, job: JobContext) -> None:
         if self.info.rank == 0:

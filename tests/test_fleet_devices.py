@@ -1,8 +1,13 @@
 """What a person may write for devices, and what is said when it does not fit."""
 
-import pytest
+from types import SimpleNamespace
 
-from mgpu_runtime.fleet import MGPUController, parse_devices
+import pytest
+import torch
+
+from mgpu_runtime.fleet import MGPUController, parse_devices, serve
+from mgpu_runtime.fleet.frames import Frame
+from mgpu_runtime.fleet.records import Join, Setup
 
 
 @pytest.mark.parametrize(
@@ -70,3 +75,18 @@ def test_runner_that_workers_cannot_import_is_refused():
         MGPUController(Local, devices=["cpu"])
     with pytest.raises(ValueError, match="module:Name"):
         MGPUController("tests.fleet_runners", devices=["cpu"])
+
+
+def test_a_worker_sets_its_device_before_it_imports_the_runner(monkeypatch):
+    done = []
+
+    def import_runner(name: str) -> type:
+        done.append(name)
+        raise ImportError("far enough")
+
+    monkeypatch.setattr(serve, "_import", import_runner)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
+    channel = SimpleNamespace(send=lambda frame: True)
+    worker = serve.Worker(channel, None, Join(1, 2, "cuda:1", "module:Name", 60.0, 60.0), -1)
+    assert not worker.start(Frame(Setup()))
+    assert done == ["cuda:1", "module:Name"]

@@ -11,6 +11,7 @@ import pytest
 
 from mgpu_runtime.fleet import (
     AsymmetricRunnerError,
+    ControllerBusyError,
     FleetError,
     FleetStartError,
     JobCancelled,
@@ -30,7 +31,7 @@ def everyone(controller):
 
 @pytest.fixture(scope="module")
 def shared():
-    controller = MGPUController(Echo, devices=["cpu", "cpu"], group_timeout=3.0)
+    controller = MGPUController(Echo, devices=["cpu", "cpu"], group_timeout=3.0, cancel_timeout=1.0)
     yield controller
     controller.shutdown()
 
@@ -99,9 +100,42 @@ def test_b102_no_worker_outlives_a_killed_supervisor(fleet):
     everybody = everyone(fleet)
     stream = fleet.stream(action="compute", seconds=120)
     os.kill(fleet.supervisor_pid, signal.SIGKILL)
-    with pytest.raises(AsymmetricRunnerError, match="supervisor .* signal 9"):
+    with pytest.raises(AsymmetricRunnerError, match="supervisor .* signal 9 .* the next job starts a new one"):
         stream.drain(timeout=10)
     assert left_after(everybody, 5) == [] and not fleet.is_alive
+
+
+def test_a_cancel_of_a_job_in_which_a_rank_hangs_ends_the_fleet_in_time(fleet):
+    everybody = everyone(fleet)
+    stream = fleet.stream(action="hang", rank=1)
+    assert stream.next_event(timeout=30).kind == "progress"
+    stream.cancel()
+    started = time.monotonic()
+    with pytest.raises(FleetError, match=rf"rank.* 1 within [\d.]+ s after job {stream.job_id} was cancelled"):
+        stream.drain(timeout=30)
+    assert time.monotonic() - started < 5 and not fleet.is_alive and left_after(everybody, 5) == []
+
+
+def test_retire_leaves_a_running_job_alone_and_waits_for_a_cancelled_one(fleet):
+    everybody = everyone(fleet)
+    stream = fleet.stream(action="steps", num_steps=2000)
+    with pytest.raises(ControllerBusyError, match=f"job {stream.job_id};"):
+        fleet.retire()
+    assert fleet.is_alive
+    stream.cancel()
+    fleet.retire()
+    with pytest.raises(JobCancelled, match=f"^Job {stream.job_id} was cancelled"):
+        stream.drain(timeout=5)
+    assert not fleet.is_alive and left_after(everybody, 5) == []
+    fleet.retire()
+
+
+def test_a_job_that_its_own_stream_cancelled_is_cancelled_also_when_the_fleet_is_shut_down(fleet):
+    stream = fleet.stream(action="hang", rank=1)
+    stream.cancel()
+    fleet.shutdown(graceful_timeout=0.0)
+    with pytest.raises(JobCancelled):
+        stream.drain(timeout=5)
 
 
 def test_b99_rank_killed_during_start_is_reported_within_seconds():
@@ -120,6 +154,36 @@ def test_setup_that_fails_on_all_ranks_is_the_plain_sentence():
         controller.start(timeout=START_TIMEOUT_S, how="raise", rank=-1)
     assert str(caught.value) == "No checkpoint at /models/none.safetensors."
     controller.shutdown()
+
+
+class Unexpected(Exception):
+    """Is raised by a caller's function, for reasons of its own."""
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("stop", JobCancelled), ("raise", Unexpected), ("interrupt", KeyboardInterrupt)]
+)
+def test_a_start_is_given_up_at_once_when_told_to_stop_or_interrupted(how, error):
+    controller = MGPUController(BadSetup, devices=["cpu", "cpu"])
+    asked, everybody = [], []
+
+    def should_stop() -> bool:
+        asked.append(time.monotonic())
+        everybody[:] = everyone(controller)
+        if len(everybody) < 3:  # the supervisor, and at least two of its children
+            return False
+        if how == "raise":
+            raise Unexpected
+        if how == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        return how == "stop"
+
+    with pytest.raises(error) as caught:
+        controller.start(timeout=START_TIMEOUT_S, should_stop=should_stop, how="hang", rank=0)
+    assert time.monotonic() - asked[-1] < 2
+    assert max(b - a for a, b in zip(asked, asked[1:], strict=False)) < 1
+    assert how != "stop" or "while the workers were starting" in str(caught.value)
+    assert not controller.is_alive and left_after(everybody, 3) == []
 
 
 def test_start_that_takes_too_long_ends_everything():
@@ -161,8 +225,9 @@ def test_b101_workers_that_ignore_sigterm_in_a_long_job_still_end():
     for thread in others:
         thread.join(10)
     assert time.monotonic() - started < 8 and left_after(everybody, 1) == []
-    with pytest.raises(JobCancelled):
+    with pytest.raises(FleetError, match="the fleet was shut down while the job was running") as caught:
         stream.drain(timeout=5)
+    assert type(caught.value) is FleetError  # nobody has cancelled it
     controller.shutdown()
 
 
@@ -201,6 +266,9 @@ class FakeFleet:
 
     def shutdown(self) -> None:
         self.is_alive = False
+
+    def retire(self) -> None:
+        self.shutdown()
 
 
 def test_current_keeps_one_fleet_and_starts_anew_when_it_died_or_the_key_changes():

@@ -45,6 +45,55 @@ time.sleep(300)
 """
 
 
+# Forks while one thread holds the table of fleets, another the controller, and a job runs.
+FORK_MAIN = """
+import gc, json, os, signal, sys
+sys.path.append(sys.argv[1])
+from mgpu_runtime.fleet import FleetError, MGPUController, current
+from mgpu_runtime.fleet.table import _table
+
+def start():
+    controller = MGPUController("tests.fleet_runners:Echo", devices=["cpu"])
+    controller.start(timeout=60)
+    return controller
+
+def error_of(act):
+    try:
+        return repr(act())
+    except FleetError as error:
+        return str(error)
+
+def use_in_child(fleet, stream):
+    signal.alarm(60)  # what hangs is ended
+    report = {"alive": fleet.is_alive, "stream": error_of(lambda: fleet.stream(action="echo"))}
+    report["next_event"] = error_of(stream.next_event)
+    fleet.shutdown()
+    own = current("key", start)
+    report["own"] = [own is not fleet, own.stream(action="rank_sum").drain()]
+    fleet.start(timeout=60)
+    report["anew"] = fleet.stream(action="rank_sum").drain()
+    report["pids"] = [os.getpid(), own.supervisor_pid, *own.worker_pids, fleet.supervisor_pid, *fleet.worker_pids]
+    print(json.dumps(report), flush=True)
+
+fleet = current("key", start)
+stream = fleet.stream(action="steps", num_steps=100000)
+next(stream)
+with _table().lock, fleet._lock:
+    child = os.fork()
+if child == 0:
+    use_in_child(fleet, stream)
+    del fleet, stream
+    gc.collect()
+    sys.exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+running = next(stream).kind
+stream.close()
+again = current("key", start)
+total = again.stream(action="rank_sum").drain()
+print(json.dumps({"status": status, "running": running, "same": again is fleet, "sum": total}))
+"""
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Starts the host script and returns its process and its report; kills it at the end."""
@@ -106,3 +155,18 @@ def test_b133_a_second_import_under_another_name_shares_the_table_of_fleets():
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "another_name"]:
             del sys.modules[name]
+
+
+def test_a_forked_child_starts_a_fleet_of_its_own_and_leaves_its_parents_alone(tmp_path):
+    main = tmp_path / "main.py"
+    main.write_text(FORK_MAIN, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(main), str(PACK_ROOT)], capture_output=True, encoding="utf-8", timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    child, parent = (json.loads(line) for line in done.stdout.splitlines())
+    assert child["alive"] is False
+    assert "belongs to process" in child["stream"] and "belongs to process" in child["next_event"]
+    assert child["own"] == [True, 1] and child["anew"] == 1
+    assert parent == {"status": 0, "running": "progress", "same": True, "sum": 1}
+    assert left_after(child["pids"], 5) == []

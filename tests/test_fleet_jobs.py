@@ -16,7 +16,9 @@ from mgpu_runtime.fleet import (
     JobCancelled,
     MGPUController,
     SymmetricRunnerError,
+    current,
 )
+from mgpu_runtime.fleet.table import _table
 from tests.fleet_runners import Echo
 
 START_TIMEOUT_S = 120
@@ -186,6 +188,11 @@ def test_b110_refusal_by_one_rank_keeps_all_out_and_costs_nothing(fleet):
     assert str(caught.value) == "Rank 1 of 2 refused the job: The size 7 is odd; choose an even one."
 
 
+def test_refusal_by_a_rank_that_is_quick_waits_for_the_check_of_a_slow_one(fleet):
+    with pytest.raises(SymmetricRunnerError, match="^Rank 0 of 2 refused the job: The size 7"):
+        fleet.stream(action="rank_sum", refuse_on=(0,), check_seconds={1: 2.5}).drain(timeout=30)
+
+
 def test_refusal_by_all_ranks_is_the_plain_sentence(fleet):
     with pytest.raises(SymmetricRunnerError) as caught:
         fleet.stream(action="rank_sum", refuse_on=(0, 1)).drain(timeout=30)
@@ -215,6 +222,21 @@ def test_b111_second_job_is_turned_away_with_the_running_ones_id(fleet):
         fleet.stream(action="echo")
     assert caught.value.job_id == stream.job_id
     assert stream.drain().shape == (64,)
+
+
+def test_another_configuration_does_not_end_a_running_job(fleet):
+    table = _table()
+    assert table.controller is None
+    try:
+        assert current("this", lambda: fleet) is fleet
+        stream = fleet.stream(action="steps", num_steps=30)
+        with pytest.raises(ControllerBusyError, match=f"busy with job {stream.job_id};") as caught:
+            current("another", lambda: pytest.fail("a second fleet was started"))
+        assert caught.value.job_id == stream.job_id
+        assert current("this", lambda: pytest.fail("the fleet was lost")) is fleet
+        assert stream.drain().shape == (64,)
+    finally:
+        table.controller = table.key = None
 
 
 def test_a_job_over_its_time_is_cancelled_and_the_fleet_stays(fleet):

@@ -9,7 +9,7 @@ import torch
 from mgpu_runtime.fleet.codec import pack, unpack
 from mgpu_runtime.fleet.frames import Frame
 from mgpu_runtime.fleet.ledger import Ledger
-from mgpu_runtime.fleet.records import Answer, Cancel, Drop, Go, Job, JobDone, JobFailed, Settle, Started
+from mgpu_runtime.fleet.records import Answer, Cancel, Drop, Emit, Go, Job, JobDone, JobFailed, Settle, Started
 from mgpu_runtime.fleet.verdict import say_exit
 
 
@@ -52,12 +52,15 @@ class Desk:
         for member in self.crew:
             self.answer(member.rank, stage, *args, **kwargs)
 
-    def begin(self, timeout=None):
-        self.ledger.begin_job(Frame(Job("7", timeout)))
+    def begin(self, timeout=None, cancel_timeout=30.0):
+        self.ledger.begin_job(Frame(Job("7", timeout, cancel_timeout)))
 
-    def run(self, timeout=None):
-        self.begin(timeout)
+    def run(self, timeout=None, cancel_timeout=30.0):
+        self.begin(timeout, cancel_timeout)
         self.answer_all("check")
+
+    def seconds_left(self):
+        return self.ledger.round.deadline - time.monotonic()
 
     def orders(self):
         return [type(record) for record in self.crew[0].port.records]
@@ -170,7 +173,96 @@ def test_a_job_over_its_time_is_cancelled_first_and_then_ends_the_fleet():
     assert desk.orders() == [Job, Go, Cancel]
     with pytest.raises(Ended) as caught:
         desk.let_deadline_pass()
-    assert caught.value.args[0] == "timeout" and "No answer from ranks 0, 2 within 5 s" in caught.value.args[1]
+    reason, text = caught.value.args
+    assert reason == "timeout"
+    assert text.startswith(
+        "No answer from ranks 0, 2 within 30 s after job 7 was cancelled for taking longer than its 5 s."
+    )
+
+
+def test_a_cancelled_job_that_does_not_leave_ends_the_fleet_and_names_the_silent_ranks():
+    desk = Desk(3)
+    desk.run()
+    desk.ledger.cancel(Cancel("7"))
+    assert 29 < desk.seconds_left() <= 30
+    desk.ledger.check_deadline()  # not yet
+    with pytest.raises(Ended) as caught:
+        desk.let_deadline_pass()
+    reason, text = caught.value.args
+    assert reason == "timeout"
+    assert text.startswith("No answer from ranks 0, 1, 2 within 30 s after job 7 was cancelled. The fleet was ended")
+
+
+def test_a_rank_that_stays_when_the_others_have_left_a_cancelled_job_is_the_one_named():
+    desk = Desk()
+    desk.run()
+    desk.ledger.cancel(Cancel("7"))
+    desk.answer(0, "run", "cancelled", "JobCancelled", "Job 7 was cancelled.")
+    assert 29 < desk.seconds_left() <= 30
+    with pytest.raises(Ended, match="No answer from rank 1 within 30 s after job 7 was cancelled"):
+        desk.let_deadline_pass()
+
+
+def test_a_rank_that_leaves_by_itself_as_if_cancelled_does_not_leave_the_job_without_a_deadline():
+    desk = Desk()
+    desk.run()
+    desk.answer(0, "run", "cancelled", "JobCancelled", "of its own")
+    with pytest.raises(Ended, match="No answer from rank 1"):
+        desk.let_deadline_pass()
+
+
+def test_a_job_whose_steps_were_slow_has_three_of_them_to_leave_after_a_cancel(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("mgpu_runtime.fleet.ledger.time.monotonic", lambda: now[0])
+    desk = Desk()
+    desk.run()
+    for seconds in (2.0, 50.0, 3.0):
+        now[0] += seconds
+        desk.ledger.note_event(Emit(0, "7", "progress"))
+    now[0] += 500.0
+    desk.ledger.note_event(Emit(0, "6", "log"))  # of a thread that has outlived its job
+    now[0] -= 490.0
+    desk.ledger.cancel(Cancel("7"))
+    assert desk.seconds_left() == 150.0
+    desk.answer(1, "run", "error", "KeyError", "'x'")
+    assert desk.seconds_left() == 2.0  # a rank that fails alone still ends the fleet soon
+
+
+def test_a_cancel_in_a_long_silence_waits_as_long_again(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("mgpu_runtime.fleet.ledger.time.monotonic", lambda: now[0])
+    desk = Desk()
+    desk.run()
+    now[0] += 80.0  # loading a model, say
+    desk.ledger.cancel(Cancel("7"))
+    assert desk.seconds_left() == 80.0
+
+
+def test_a_time_limit_that_is_over_while_the_ranks_leave_changes_nothing():
+    desk = Desk()
+    desk.run(timeout=5.0)
+    desk.ledger.cancel(Cancel("7"))
+    assert 29 < desk.seconds_left() <= 30
+    desk.answer_all("run", "cancelled", "JobCancelled", "Job 7 was cancelled.")
+    desk.answer_all("settle")
+    assert desk.host.records[0].reason == "cancelled" and desk.orders() == [Job, Go, Cancel, Settle]
+
+
+def test_a_refusal_does_not_shorten_the_check_of_the_other_ranks():
+    desk = Desk()
+    desk.begin()
+    desk.answer(0, "check", "error", "ValueError", "too odd")
+    assert desk.seconds_left() > 100
+    desk.answer(1, "check")
+    assert desk.host.records[0].text == "Rank 0 of 2 refused the job: too odd"
+
+
+def test_a_check_that_never_answers_is_named_also_beside_a_refusal():
+    desk = Desk()
+    desk.begin()
+    desk.answer(0, "check", "error", "ValueError", "too odd")
+    with pytest.raises(Ended, match=r"No answer from rank 1 within 120 s during job 7 \(check\)"):
+        desk.let_deadline_pass()
 
 
 def test_a_job_over_its_time_that_leaves_in_step_keeps_the_fleet():

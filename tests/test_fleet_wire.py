@@ -93,7 +93,10 @@ def test_what_cannot_be_sent_is_named_by_its_place():
 
 
 def test_records_come_back_equal():
-    for record in (Answer(1, "job-2", "run", "error", "ValueError", "na\u00efve \n text", "trace"), Job("job-1", None)):
+    for record in (
+        Answer(1, "job-2", "run", "error", "ValueError", "na\u00efve \n text", "trace"),
+        Job("job-1", None, 30.0),
+    ):
         assert read_record(write_record(record)) == record
 
 

@@ -5,6 +5,7 @@ import json
 import torch
 
 from .blocks import read_block, write_block
+from .descriptors import naming_the_limit
 from .frames import Frame
 from .records import Record
 
@@ -12,10 +13,11 @@ from .records import Record
 _TUPLE, _DICT, _TENSOR = "tuple", "dict", "tensor"
 
 
+@naming_the_limit()
 def pack(record: Record, value: object) -> Frame:
     """Returns a frame with the value: nested dict, list, tuple, str, int, float, bool, None and tensors.
 
-    Raises ValueError that names the place of anything else.
+    Raises ValueError that names the place of anything else, FleetError when this process may open no more files.
     """
     tensors: list[torch.Tensor] = []
     tree = _to_tree(value, "value", tensors)
@@ -23,6 +25,7 @@ def pack(record: Record, value: object) -> Frame:
     return Frame(record, json.dumps([tree, specs]).encode(), block)
 
 
+@naming_the_limit()
 def unpack(frame: Frame) -> object:
     """Returns the value of a frame that `pack` made, and closes the frame's block."""
     tree, specs = json.loads(frame.payload)

@@ -1,8 +1,10 @@
 """The handle of a fleet."""
 
+import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 from .devices import check_devices, first_devices, parse_devices
 from .errors import FleetError, FleetStartError
@@ -15,7 +17,7 @@ class MGPUController:
     """Runs one runner class on all devices, one warm process each, one job at a time.
 
     May be used from any thread. The fleet ends with `shutdown`, when the controller is collected, and when this
-    process ends in whatever way.
+    process ends in whatever way. It belongs to the process that started it; a fork of that starts another one.
     """
 
     def __init__(
@@ -25,12 +27,14 @@ class MGPUController:
         num_gpus: int | None = None,
         devices: list[str] | None = None,
         group_timeout: float = 600.0,
+        cancel_timeout: float = 30.0,
     ) -> None:
         """Describes a fleet; nothing is started yet.
 
         `runner_cls` is an importable class or 'module:Name'; `devices` is e.g. ['cpu', 'cpu'] or ['cuda:0', 'cuda:1'],
         `num_gpus` the first so many GPUs, neither means all; `group_timeout` is how long, in seconds, a collective may
-        wait for a rank. Raises ValueError for a class that workers cannot import and for devices that are not there.
+        wait for a rank; `cancel_timeout` how long, at least, a cancelled job may take to leave before the fleet is
+        ended. Raises ValueError for a class that workers cannot import and for devices that are not there.
         """
         if num_gpus is not None and devices is not None:
             raise ValueError(f"num_gpus={num_gpus} and devices={devices} were both given; give one of them.")
@@ -40,16 +44,24 @@ class MGPUController:
         else:
             self.devices = parse_devices("auto") if num_gpus is None else first_devices(num_gpus)
         self._group_timeout = group_timeout
+        self._cancel_timeout = cancel_timeout
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: Link | None = None
 
-    def start(self, *, timeout: float = 300.0, **setup_kwargs: object) -> None:
+    def start(
+        self, *, timeout: float = 300.0, should_stop: Callable[[], bool] | None = None, **setup_kwargs: object
+    ) -> None:
         """Starts the fleet and waits until `setup(**setup_kwargs)` is through on every rank.
 
-        Raises FleetStartError after `timeout` seconds, or at once when a rank fails; FleetError if it runs already.
+        `should_stop` is asked 5 times a second whether to give up. Raises FleetStartError after `timeout` seconds, or
+        at once when a rank fails; JobCancelled when told to stop; FleetError if it runs already. After whatever is
+        raised, also by `should_stop` or by Ctrl-C, nothing of a half-started fleet is left.
         """
         if not sys.platform.startswith("linux"):
             raise FleetStartError(f"Fleets run on Linux only; this is {sys.platform}.")
+        if self._pid != os.getpid():  # a forked child: the link, and who holds the lock, are its parent's
+            self._pid, self._lock, self._link = os.getpid(), threading.Lock(), None
         with self._lock:
             if self.is_alive:
                 raise FleetError("This fleet is running already; call shutdown() first.")
@@ -57,7 +69,7 @@ class MGPUController:
             self._link = Link(start, cpu_only=self.devices[0] == "cpu")
             finalizer = weakref.finalize(self, self._link.hang_up)
             finalizer.atexit = False  # at exit the link says goodbye itself
-            self._link.wait_until_started(timeout)
+            self._link.wait_until_started(timeout, should_stop)
 
     def stream(self, *, timeout: float | None = None, **kwargs: object) -> Stream:
         """Starts a job on every rank and returns its stream.
@@ -68,7 +80,7 @@ class MGPUController:
         link = self._link
         if link is None:
             raise FleetError("This fleet was not started; call start() first.")
-        return Stream(link.begin(timeout, kwargs), link.cancel, owner=self)
+        return Stream(link.begin(timeout, self._cancel_timeout, kwargs), link.cancel, owner=self)
 
     def shutdown(self, *, graceful_timeout: float = 5.0) -> None:
         """Ends the fleet; a running job is cancelled, and what has not left after `graceful_timeout` seconds is killed.
@@ -78,6 +90,12 @@ class MGPUController:
         link = self._link
         if link is not None:
             link.shutdown(graceful_timeout)
+
+    def retire(self) -> None:
+        """Ends the fleet as `shutdown` does, but not a running job: then raises ControllerBusyError instead."""
+        if self.is_alive:
+            self._link.retire()
+        self.shutdown()
 
     @property
     def is_alive(self) -> bool:

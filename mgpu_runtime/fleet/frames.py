@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from .descriptors import out_of_descriptors
 from .records import Record, read_record, write_record
 
 _PREFIX = struct.Struct("<4sIQB")  # mark, bytes of the record, bytes of the payload, number of descriptors (0 or 1)
@@ -56,13 +57,18 @@ class FrameReader:
         self._fds: deque[int] = deque()
 
     def feed_from(self, sock: socket.socket, flags: int = 0) -> bool:
-        """Takes what one recvmsg gives; False at the end of the stream. Raises BlockingIOError as recvmsg does."""
+        """Takes what one recvmsg gives; False at the end of the stream.
+
+        Raises BlockingIOError as recvmsg does, and FleetError when a descriptor came for which there was no room.
+        """
         try:
-            data, fds, _, _ = socket.recv_fds(sock, _CHUNK, _MAX_FDS, flags | socket.MSG_CMSG_CLOEXEC)
+            data, fds, ancillary, _ = socket.recv_fds(sock, _CHUNK, _MAX_FDS, flags | socket.MSG_CMSG_CLOEXEC)
         except (ConnectionResetError, BrokenPipeError):
             return False
         self._data += data
         self._fds.extend(fds)
+        if ancillary & socket.MSG_CTRUNC:
+            raise out_of_descriptors()
         return bool(data)
 
     def next_frame(self) -> Frame | None:
@@ -108,7 +114,7 @@ class Channel:
         return True
 
     def receive(self) -> Frame | None:
-        """Waits for the next frame; None when the other end is gone."""
+        """Waits for the next frame; None when the other end is gone. Raises FleetError as `feed_from` does."""
         while (frame := self._reader.next_frame()) is None:
             if not self._reader.feed_from(self.sock):
                 return None
@@ -159,7 +165,10 @@ class Port:
             self._drop_all()
 
     def pull(self) -> list[Frame]:
-        """Returns the frames that are complete after one read; `is_open` turns False at the end of the stream."""
+        """Returns the frames that are complete after one read; `is_open` turns False at the end of the stream.
+
+        Raises FleetError as `feed_from` does.
+        """
         try:
             self.is_open = self._reader.feed_from(self.sock) and self.is_open
         except BlockingIOError:

@@ -13,11 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from .codec import pack, unpack
+from .descriptors import naming_the_limit
 from .errors import (
     AsymmetricRunnerError,
     ControllerBusyError,
@@ -28,9 +31,10 @@ from .errors import (
 )
 from .frames import Channel, Frame
 from .lines import read_last_lines
+from .owner import check_owner
 from .records import Cancel, Emit, Ended, Job, JobDone, JobFailed, Line, Start, Started, Stop
 from .stream import Event, Mailbox
-from .verdict import say_exit
+from .verdict import ENDED, say_exit
 
 _log = logging.getLogger("mgpu")
 
@@ -38,6 +42,9 @@ _PACK_ROOT = Path(__file__).resolve().parents[2]
 _SPARE_S = 10.0  # what the server waits longer than the supervisor, which knows more to say
 _CANCEL_WAIT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+
+_T = TypeVar("_T")
 
 
 class Link:
@@ -58,7 +65,8 @@ class Link:
         self._stopping = False
         self.worker_pids: list[int] = []
         self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._launch(cpu_only)
+        with naming_the_limit(FleetStartError):
+            self._launch(cpu_only)
         self._post(start)
 
     @property
@@ -68,38 +76,67 @@ class Link:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the fleet is up, as far as is known."""
-        return self._started and self._reason is None and not self._stopping
+        """Whether the fleet is up, as far as is known, and this process is the one that started it."""
+        return self._started and self._reason is None and not self._stopping and os.getpid() == self._pid
 
-    def wait_until_started(self, timeout: float) -> None:
-        """Returns when all workers are ready; raises FleetStartError when they are not, and nothing is left then."""
+    def wait_until_started(self, timeout: float, should_stop: Callable[[], bool] | None) -> None:
+        """Returns when all workers are ready; whatever is raised instead, nothing of the fleet is left then.
+
+        Raises FleetStartError when the start fails or takes too long, JobCancelled when `should_stop` says so, and what
+        that raises itself.
+        """
+        is_up = False
         try:
-            came_in_time = self._settled.wait(timeout + _SPARE_S)
+            self._await_start(timeout + _SPARE_S, should_stop or (lambda: False))
+            is_up = True
         finally:
-            if not self._started:  # also when the wait was interrupted
+            if not is_up:  # also when the wait was interrupted
                 self.kill()
-        if not came_in_time:
-            raise FleetStartError(f"The supervisor of the workers said nothing within {timeout + _SPARE_S:g} s.")
-        if not self._started:
-            raise FleetStartError(str(self._reason), self._reason.trace)
 
-    def begin(self, timeout: float | None, kwargs: dict) -> Mailbox:
+    def _await_start(self, timeout: float, should_stop: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout
+        while not should_stop():
+            if self._settled.wait(_POLL_S):
+                if not self._started:
+                    raise FleetStartError(str(self._reason), self._reason.trace)
+                return
+            if time.monotonic() > deadline:
+                raise FleetStartError(f"The supervisor of the workers said nothing within {timeout:g} s.")
+        raise JobCancelled("The job was cancelled while the workers were starting.")
+
+    def begin(self, timeout: float | None, cancel_timeout: float, kwargs: dict) -> Mailbox:
         """Sends a job; raises ControllerBusyError while another one runs, and the reason when the fleet has ended."""
+
+        def send() -> Mailbox:
+            if self._reason is not None:
+                raise type(self._reason)(str(self._reason), self._reason.trace)
+            if self._stopping:
+                raise FleetError("The fleet is being shut down; start it again.")
+            mailbox = Mailbox(str(next(self._job_numbers)))
+            frame = pack(Job(mailbox.job_id, timeout, cancel_timeout), kwargs)
+            self._mailbox = mailbox
+            self._idle.clear()
+            self._post(frame)  # under the lock: after the end nobody would close the frame's block
+            return mailbox
+
+        return self._do_when_idle(send)
+
+    def retire(self) -> None:
+        """Turns every later job away; raises ControllerBusyError instead while one runs."""
+
+        def refuse_jobs() -> None:
+            self._stopping = True
+
+        self._do_when_idle(refuse_jobs)
+
+    def _do_when_idle(self, act: Callable[[], _T]) -> _T:
+        check_owner(self._pid)  # a forked child may find the lock held, by a thread that it does not have
         deadline = time.monotonic() + _CANCEL_WAIT_S
         while True:
             with self._lock:
-                if self._reason is not None:
-                    raise type(self._reason)(str(self._reason), self._reason.trace)
-                if self._stopping:
-                    raise FleetError("The fleet is being shut down; start it again.")
                 running = self._mailbox
-                if running is None:
-                    mailbox = Mailbox(str(next(self._job_numbers)))
-                    frame = pack(Job(mailbox.job_id, timeout), kwargs)
-                    self._mailbox = mailbox
-                    self._idle.clear()
-                    self._post(frame)  # under the lock: after the end nobody would close the frame's block
-                    return mailbox
+                if running is None or self._reason is not None or self._stopping:
+                    return act()
             # A job that was cancelled is about to leave; that is no reason to turn the next one away.
             if not running.is_cancelled or not self._idle.wait(deadline - time.monotonic()):
                 raise ControllerBusyError(
@@ -111,7 +148,12 @@ class Link:
         self._post(Frame(Cancel(job_id)))
 
     def shutdown(self, graceful_timeout: float) -> None:
-        """Asks the workers to leave, has them terminated and killed when they do not, and reaps the supervisor."""
+        """Asks the workers to leave, has them terminated and killed when they do not, and reaps the supervisor.
+
+        Does nothing in a forked child, whose parent the fleet belongs to.
+        """
+        if os.getpid() != self._pid:
+            return
         self._stopping = True
         self._post(Frame(Stop(graceful_timeout)))
         if not self._ended.wait(graceful_timeout + _SPARE_S):
@@ -120,6 +162,7 @@ class Link:
 
     def kill(self) -> None:
         """Ends the supervisor at once; the kernel then ends its workers."""
+        self._stopping = True
         self._process.kill()
         self._ended.wait(_EXIT_TIMEOUT_S)
 
@@ -157,8 +200,7 @@ class Link:
         atexit.register(self._shutdown_at_exit)
 
     def _shutdown_at_exit(self) -> None:
-        if os.getpid() == self._pid:
-            self.shutdown(graceful_timeout=2.0)
+        self.shutdown(graceful_timeout=2.0)
 
     def _post(self, frame: Frame) -> None:
         self._outbox.put(frame)
@@ -171,6 +213,8 @@ class Link:
         try:
             while (frame := self._channel.receive()) is not None:
                 self._take(frame)
+        except FleetError as error:  # no room for a descriptor: what came after it cannot be trusted
+            self._reason = FleetError(f"{error} {ENDED}")
         finally:
             self._close_connection()
             self._finish()
@@ -220,8 +264,7 @@ class Link:
             if self._reason is None:
                 self._reason = self._end_error(None, code)
         if (mailbox := self._release_mailbox()) is not None:
-            error = self._reason
-            mailbox.put_error(JobCancelled(f"Job {mailbox.job_id} was cancelled: {error}") if self._stopping else error)
+            mailbox.put_error(_shutdown_error(mailbox) if self._stopping else self._reason)
         elif self._started and not self._stopping:
             _log.warning("%s", self._reason)  # nobody is waiting who would be told
         self._outbox.put(None)
@@ -238,7 +281,7 @@ class Link:
         if record is None:
             lines = read_last_lines(self._errors)
             said = "\nIts last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
-            return AsymmetricRunnerError(f"The supervisor of the workers {say_exit(code)}.{said}")
+            return AsymmetricRunnerError(f"The supervisor of the workers {say_exit(code)}. {ENDED}{said}")
         kinds = {"start": FleetStartError, "asymmetric": AsymmetricRunnerError}
         return kinds.get(record.reason, FleetError)(record.text, record.trace)
 
@@ -254,6 +297,15 @@ def _job_error(record: JobFailed) -> FleetError:
     if record.reason == "timeout":
         return FleetError(record.text)
     return SymmetricRunnerError(record.text, record.trace)
+
+
+def _shutdown_error(mailbox: Mailbox) -> FleetError:
+    if mailbox.is_cancelled:
+        return JobCancelled(f"Job {mailbox.job_id} was cancelled, and the fleet was shut down.")
+    return FleetError(
+        f"Job {mailbox.job_id} did not end: the fleet was shut down while the job was running. "
+        "The next job starts a new fleet."
+    )
 
 
 def _make_env(cpu_only: bool) -> dict[str, str]:

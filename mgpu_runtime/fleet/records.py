@@ -48,6 +48,7 @@ class Job:
 
     job: str
     timeout: float | None
+    cancel_timeout: float
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class JobFailed:
 
 @dataclass(frozen=True)
 class Ended:
-    """Supervisor to server: the workers are gone; reason is stopped, start, asymmetric or timeout."""
+    """Supervisor to server: the workers are gone; reason is stopped, start, asymmetric, timeout or descriptors."""
 
     reason: str
     text: str

@@ -34,6 +34,11 @@ class Round:
         return [self._answers[rank] for rank in sorted(self._answers) if self._answers[rank].outcome != "ok"]
 
     @property
+    def errors(self) -> list[Answer]:
+        """The failures that are not the answer to a cancel, by rank."""
+        return [answer for answer in self.failures if answer.outcome == "error"]
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether every rank left because of the cancel."""
         return len(self.failures) == self._world_size and all(a.outcome == "cancelled" for a in self.failures)

@@ -21,6 +21,8 @@ from .frames import Channel, Frame
 from .records import Answer, Cancel, Drop, Go, Job, Join, Phase, Settle, Setup, Stop
 from .runner import JobContext, MGPURunner, RankInfo
 
+_log = logging.getLogger("mgpu")
+
 _LEAVE_TIMEOUT_S = 2.0
 
 
@@ -66,12 +68,15 @@ class Inbox:
         return self._stopping or self._cancelled_job == job_id
 
     def _read(self) -> None:
-        while (frame := self._channel.receive()) is not None:
-            if isinstance(frame.record, Cancel):
-                self._cancelled_job = frame.record.job
-                continue
-            self._stopping = self._stopping or isinstance(frame.record, Stop)
-            self._frames.put(frame)
+        try:
+            while (frame := self._channel.receive()) is not None:
+                if isinstance(frame.record, Cancel):
+                    self._cancelled_job = frame.record.job
+                    continue
+                self._stopping = self._stopping or isinstance(frame.record, Stop)
+                self._frames.put(frame)
+        except FleetError as error:
+            _log.error("%s", error)
         os._exit(1)  # no clean-up: it could wait for peers that are gone as well
 
 
@@ -86,11 +91,14 @@ class Worker:
 
     def start(self, setup: Frame) -> bool:
         """Joins the group and sets the runner up; answers, and returns whether that went well."""
+        device = torch.device(self._join.device)
         with Caught() as caught:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # before the import: a library that makes a context then makes it here
             self._say("importing the runner")
             runner_class = _import(self._join.runner)
             self._say("joining the group")
-            self._info = self._join_group()
+            self._info = self._join_group(device)
             self._say("testing the group")
             _test_group(self._info)
             self._say("setting up")
@@ -143,10 +151,8 @@ class Worker:
             _test_group(self._info)
         self._answer(job_id, "settle", caught)
 
-    def _join_group(self) -> RankInfo:
-        join, device = self._join, torch.device(self._join.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    def _join_group(self, device: torch.device) -> RankInfo:
+        join = self._join
         store = dist.FileStore(f"/proc/self/fd/{self._store_fd}", join.world_size)
         # A rank that is slow to import must not use up the time that a collective has.
         store.set(f"here/{join.rank}", "")

@@ -1,11 +1,13 @@
 """What a running job says, as it says it, and its result."""
 
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .errors import FleetError
+from .owner import check_owner
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Mailbox:
 
     job_id: str
     is_cancelled: bool = False
+    pid: int = field(default_factory=os.getpid)
     _items: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
     def put_event(self, event: Event) -> None:
@@ -39,7 +42,11 @@ class Mailbox:
         self._items.put((None, error))
 
     def take(self, timeout: float | None) -> "Event | tuple[object, FleetError | None] | None":
-        """Returns the next event, or the end as (result, error), or None after `timeout` seconds."""
+        """Returns the next event, or the end as (result, error), or None after `timeout` seconds.
+
+        Raises FleetError in a forked child, where nothing would ever come.
+        """
+        check_owner(self.pid)
         try:
             return self._items.get(timeout=timeout)
         except queue.Empty:

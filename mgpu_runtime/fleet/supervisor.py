@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from .crew import Member, kill_crew, start_crew
+from .descriptors import naming_the_limit
+from .errors import FleetError
 from .frames import Frame, Port
 from .ledger import Ledger
 from .lines import read_last_lines
 from .records import Answer, Cancel, Emit, Ended, Job, Join, Line, Setup, Start, Stop
-from .verdict import say_death, say_moment
+from .verdict import ENDED, say_death, say_moment
 
 _EXIT_GRACE_S = 0.3  # after a death its peers complain first; by then the dead one's exit code is there
 _TICK_S = 1.0
@@ -43,10 +45,13 @@ class Supervisor:
     def run(self) -> NoReturn:
         """Serves until the server is gone or the fleet has ended; ends the process."""
         try:
-            while True:
-                self._serve_ready()
-                self._note_deaths()
-                self._act_on_time()
+            with naming_the_limit():
+                while True:
+                    self._serve_ready()
+                    self._note_deaths()
+                    self._act_on_time()
+        except FleetError as error:
+            self.end("descriptors", f"{error} {ENDED}")
         finally:
             # Only a mistake of ours leads here. Without this multiprocessing would wait for the workers, for ever.
             kill_crew(self._crew, _KILL_TIMEOUT_S)
@@ -110,6 +115,7 @@ class Supervisor:
             if self._stop_steps is not None:
                 frame.close()
             elif isinstance(frame.record, Emit):
+                self._ledger.note_event(frame.record)
                 self._host.post(frame)
             else:
                 assert isinstance(frame.record, Answer), frame.record

@@ -5,7 +5,7 @@ import signal
 from .records import Answer
 from .round import Round
 
-_ENDED = "The fleet was ended; the next start is a new one."
+ENDED = "The fleet was ended; the next job starts a new one."
 _PLAIN_TYPES = {"ValueError", "RunnerError", "JobCancelled"}  # raised on purpose: their text is the whole message
 _NUM_TRACE_LINES = 12
 
@@ -59,14 +59,14 @@ def say_refusal(failures: list[Answer], world_size: int) -> str:
 def say_death(rank: int, device: str, exitcode: int | None, moment: str, lines: list[str]) -> str:
     """Returns the message about a worker that died."""
     last = _say_lines(f"Last lines of rank {rank}", lines)
-    return f"Rank {rank} ({device}) {say_exit(exitcode)} {moment}. {_ENDED}{last}"
+    return f"Rank {rank} ({device}) {say_exit(exitcode)} {moment}. {ENDED}{last}"
 
 
 def say_lone_failure(answer: Answer, device: str, moment: str, missing: list[int]) -> str:
     """Returns the message about a rank that raised while others went on."""
     others = f" while {say_ranks(missing)} went on" if missing else " and others did not"
     lines = answer.trace.rstrip().splitlines()[-_NUM_TRACE_LINES:]
-    return f"Rank {answer.rank} ({device}) raised {answer.type}: {answer.text} {moment}{others}. {_ENDED}" + _say_lines(
+    return f"Rank {answer.rank} ({device}) raised {answer.type}: {answer.text} {moment}{others}. {ENDED}" + _say_lines(
         f"Traceback of rank {answer.rank}", lines
     )
 
@@ -75,7 +75,7 @@ def say_silence(missing: list[int], moment: str, seconds: float, phases: dict[in
     """Returns the message about ranks that did not answer in time, with what each was last doing."""
     doing = "; ".join(f"rank {rank} was last {phases[rank]}" for rank in missing if rank in phases)
     doing = f" ({doing})" if doing else ""
-    return f"No answer from {say_ranks(missing)} within {seconds:g} s {moment}{doing}. {_ENDED}"
+    return f"No answer from {say_ranks(missing)} within {seconds:g} s {moment}{doing}. {ENDED}"
 
 
 def _say_lines(title: str, lines: list[str]) -> str:
