@@ -83,6 +83,7 @@ FACTS = types.SimpleNamespace(
     audio_mel_bins=16,
     upsample_scale=2.0,
     num_heads=32,
+    require=lambda component: None,  # the file holds everything
 )
 
 
