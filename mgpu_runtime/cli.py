@@ -41,19 +41,23 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--upsampler", type=Path, required=True, help="a latent upsampler file")
     files.add_argument("--output", type=Path, default=Path("clip.mp4"), help="where the clip goes (%(default)s)")
     clip = parser.add_argument_group("clip")
-    clip.add_argument("--prompt", required=True)
-    clip.add_argument("--negative-prompt", default="")
+    clip.add_argument("--prompt", required=True, help="what the clip shows and sounds like")
+    clip.add_argument("--negative-prompt", default="", help="what it must not show; used with guidance")
     clip.add_argument("--height", type=int, default=1024, help="pixels of the finished clip (%(default)s)")
     clip.add_argument("--width", type=int, default=1536, help="pixels of the finished clip (%(default)s)")
     clip.add_argument("--frames", type=int, default=121, help="8k+1 (%(default)s)")
-    clip.add_argument("--fps", type=float, default=24.0)
-    clip.add_argument("--seed", type=int, default=10)
-    clip.add_argument("--schedule", default="auto", help="auto, distilled or ltx2")
+    clip.add_argument("--fps", type=float, default=24.0, help="frames per second (%(default)s)")
+    clip.add_argument("--seed", type=int, default=10, help="the same seed makes the same clip (%(default)s)")
+    clip.add_argument(
+        "--schedule",
+        default="auto",
+        help='"distilled", "ltx2", or "auto": distilled if the file name says so (%(default)s)',
+    )
     clip.add_argument("--max-length", type=int, default=1024, help="text tokens, a multiple of 128 (%(default)s)")
     work = parser.add_argument_group("work")
     work.add_argument("--devices", default="auto", help='"auto", a list such as "0,1", or "cpu:2"')
-    work.add_argument("--precision", default="auto", choices=PRECISIONS)
-    work.add_argument("--sp-max-tokens", type=int, default=DEFAULT_SP_MAX_TOKENS)
+    work.add_argument("--precision", default="auto", choices=PRECISIONS, help="auto: bf16 on GPUs, fp32 on CPUs")
+    work.add_argument("--sp-max-tokens", type=int, default=DEFAULT_SP_MAX_TOKENS, help="limit (%(default)s)")
     work.add_argument("--stage2", default="tdp", help='"tdp": tiles, sound kept; "sp": whole frame, sound follows')
     work.add_argument("--tiles", default="auto", help='tiles of stage 2: "auto" or rows x columns such as "1x2"')
     work.add_argument("--overlap", type=int, default=5, help="latent cells that tiles share (%(default)s)")
@@ -120,6 +124,8 @@ def _settings(arguments: argparse.Namespace) -> LTXSettings:
 
 
 def _report(event: Event) -> None:
+    if event.kind == "log":
+        sys.stderr.write(f"{event.data['text']}\n")
     if event.kind == "progress":
         data = event.data
         sigma = "" if data.get("sigma") is None else f"  sigma {data['sigma']:.4g}"

@@ -138,7 +138,7 @@ class _Display:
         self._stage = ""
         self._first: tuple[int, float] | None = None
         self._done = (0, 1)
-        self._say("waiting for the fleet")
+        self._say("waiting for the workers")
 
     def should_stop(self) -> bool:
         return self.interrupted or model_management.processing_interrupted()
@@ -164,7 +164,7 @@ class _Display:
         if self._first is None:
             self._first = (step, now)
         steps = step - self._first[0]
-        return f" · {(now - self._first[1]) / steps:.2f} s/step" if steps else ""
+        return f" · {(now - self._first[1]) / steps:.2f} s/step" if steps and self._done[1] > 1 else ""
 
     def _draw(self, image: Image.Image | None) -> None:
         step, of = self._done

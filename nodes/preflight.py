@@ -58,4 +58,7 @@ def _check_follower(inputs: dict[str, Any], ltx: LTXHandle, video: Tensor) -> No
     widgets = {name: inputs[name] for name in names if name in inputs and not isinstance(inputs[name], list)}
     if "mode" in widgets:
         widgets["mode"] = tdp_mode(widgets["mode"])
-    check_tdp(TDPStage(seed=0, fps=24.0, **widgets), video, ltx.client.check(), ltx.settings)
+    try:
+        check_tdp(TDPStage(seed=0, fps=24.0, **widgets), video, ltx.client.check(), ltx.settings)
+    except ValueError as error:  # it is shown on the stage that is about to run
+        raise ValueError(f"TDP Upscale Stage: {error}") from error

@@ -149,7 +149,7 @@ def _sampling_widgets() -> list[io.Input]:
             options=list(SCHEDULES),
             default="auto",
             tooltip="distilled: the 8 fixed steps of the distilled model, no guidance. ltx2: the schedule of the full "
-            "model. auto: by the checkpoint.",
+            "model. auto: distilled if the checkpoint's file name says so, else ltx2.",
         ),
         io.Int.Input(
             "steps", default=0, min=0, max=1000, tooltip="Steps of the ltx2 schedule; 0 takes the model's own number."

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,7 +90,10 @@ class ComfyHost:
     # Life
 
     def __enter__(self) -> ComfyHost:
-        self.start()
+        with ExitStack() as failure:  # also an interrupt before the server answers leaves nothing behind
+            failure.push(self)
+            self.start()
+            failure.pop_all()
         return self
 
     def __exit__(

@@ -300,3 +300,9 @@ def test_a_decoder_that_pads_by_reflection_refuses_a_side_of_one_cell() -> None:
     assert old.check().decode_min_cells == 2
     with pytest.raises(ValueError, match="at least 2 latent cells a side"):
         old.decode(Decode("1x1"), torch.zeros(1, 16, 1, 1, 4))
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "distilled"}, {"schedule": "ltx2", "sigmas": (1.0, 0.0)}])
+def test_steps_that_would_be_ignored_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match="steps is 4, but .* of its own: set steps to 0"):
+        client().sp_stage(SPStage(1, 24.0, steps=4, **changes), PROMPT, PROMPT, LATENT)

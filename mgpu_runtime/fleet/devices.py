@@ -25,9 +25,10 @@ def parse_devices(spec: str, *, num_cuda: int | None = None) -> list[str]:
     if len(set(indices)) < len(indices):
         raise ValueError(f"Devices {spec!r} name a GPU twice; each GPU takes one worker. {_FORMS}")
     if missing := [i for i in indices if i >= visible]:
+        choice = "Choose from those, or 'auto', or 'cpu:N'" if visible else "Choose 'cpu:N', such as 'cpu:2'"
         raise ValueError(
             f"Devices {spec!r} ask for {len(indices)} GPUs, but {_not_visible(missing)}: {visible} CUDA devices are "
-            f"visible here, so {_allowed(visible)}. Choose from those, or 'auto', or 'cpu:N'."
+            f"visible here, so {_allowed(visible)}. {choice}."
         )
     return [f"cuda:{i}" for i in indices]
 

@@ -169,7 +169,9 @@ class LTXClient:
     def _start(self, watch: Watch) -> MGPUController:
         """Starts a fleet; a wish to stop ends it before it is up."""
         devices = self.devices
-        log.info("starting %d worker(s) on %s", len(devices), ", ".join(devices))
+        text = f"starting {len(devices)} worker{'s' if len(devices) > 1 else ''} on {', '.join(devices)}"
+        log.info(text)
+        watch.on_event(Event("log", "", 0, {"text": text}))
         controller = MGPUController(RUNNER, devices=devices)
         controller.start(timeout=START_TIMEOUT, should_stop=watch.should_stop, settings=asdict(self.settings))
         return controller

@@ -36,6 +36,9 @@ def run_decode(
         driver_rank=DRIVER_RANK,
     )
     decoder.decode(latent, on_round=on_round)
-    made = None if sound is None else on_first_rank(info, lambda: models.decode_audio(sound))
+    made = None
+    if sound is not None:
+        made = on_first_rank(info, lambda: models.decode_audio(sound))
+        progress.step("decode sound", 1, 1)
     waveform, sample_rate = made or (None, None)
     return {"waveform": waveform, "sample_rate": sample_rate}

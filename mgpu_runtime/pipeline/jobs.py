@@ -66,8 +66,7 @@ class Encode:
         if self.max_length < 128 or self.max_length % 128:
             below = max(128, self.max_length // 128 * 128)
             raise ValueError(
-                f"max_length must be a multiple of 128 (the connectors hold 128 registers), got {self.max_length}: "
-                f"use {below} or {below + 128}"
+                f"max_length must be a multiple of 128 of tokens, got {self.max_length}: use {below} or {below + 128}"
             )
 
 

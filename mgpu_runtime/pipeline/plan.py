@@ -26,6 +26,9 @@ def plan_sp_stage(job: SPStage, facts: ModelFacts) -> SamplingPlan:
     if schedule == "auto":
         schedule = "distilled" if facts.is_distilled else "ltx2"
     neutral = GuiderParams()
+    if job.steps and (job.sigmas is not None or schedule == "distilled"):
+        what = "explicit sigmas have" if job.sigmas is not None else "the distilled schedule has"
+        raise ValueError(f"steps is {job.steps}, but {what} steps of its own: set steps to 0")
     if schedule == "distilled":
         sigmas, video, audio = DISTILLED_STAGE1, neutral, neutral
     else:

@@ -17,6 +17,11 @@ class Progress:
         if self.speaks:
             self.job.progress(stage, step, of, sigma)
 
+    def log(self, text: str) -> None:
+        """Says a line to the user."""
+        if self.speaks:
+            self.job.log(text)
+
     def loading(self, component: str) -> None:
         """Tells that a component is about to be loaded."""
         self.step(f"load {component}", 0, 1)

@@ -38,6 +38,8 @@ def run_sp_stage(request: SPStage, tensors: Tensors, models: LTXModels, progress
         if given is None:
             given = torch.zeros(batch, facts.audio_channels, num_frames, facts.audio_mel_bins)
         audio = audio_state(given)
+    if facts.is_distilled is False and request.schedule == "distilled":
+        progress.log("a full model by its file name runs the distilled schedule; auto or ltx2 is its own")
     plan = plan_sp_stage(request, facts)
     sampler = _Sampler("SP stage", plan, request.seed, request.preview, models, progress)
     model = models.sequence_parallel()
@@ -62,11 +64,20 @@ def run_tdp_stage(request: TDPStage, tensors: Tensors, models: LTXModels, progre
     if follows:
         model = models.sequence_parallel()
     else:
-        model = models.tiled(tdp_tiling(request, grid), grid, normalize_positions=request.normalize_positions)
+        tiling = tdp_tiling(request, grid)
+        _say_tiles(tiling.num_tiles, models.info.world_size, progress)
+        model = models.tiled(tiling, grid, normalize_positions=request.normalize_positions)
     name = "SP refine" if follows else "TDP stage"
     sampler = _Sampler(name, plan_tdp_stage(request), request.seed, request.preview, models, progress)
     result = sampler.run(model, video, audio, tensors, grid=grid)
     return result if follows else {**result, "audio": tensors["audio_latent"]}
+
+
+def _say_tiles(num_tiles: int, num_workers: int, progress: Progress) -> None:
+    """Tells how the tiles meet the workers: one that gets no tile idles, and only the user can change that."""
+    idle = max(0, num_workers - num_tiles)
+    note = f": {idle} without a tile; more tiles use them" if idle else ""
+    progress.log(f"{num_tiles} tile{'s' if num_tiles > 1 else ''} on {num_workers} workers{note}")
 
 
 def _upscaled(latent: Tensor, models: LTXModels, progress: Progress) -> Tensor:
