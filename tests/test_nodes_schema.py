@@ -102,7 +102,7 @@ BEFORE_ANY_WEIGHT = [
     (SP, {"schedule": "fast"}, SP, "fast"),
     (TDP, {"mode": "fast"}, SP, "fast"),
     (TDP, {"tiles": "9x9"}, SP, "9"),
-    (TDP, {"overlap": 12}, SP, "12"),
+    (TDP, {"overlap": 12, "tiles": "1x2"}, SP, "12"),
 ]
 
 
