@@ -10,10 +10,16 @@ from torch import nn
 from mgpu_runtime.models.audio_vae import AudioVAEBuilder
 from mgpu_runtime.models.builder import ComponentBuilder
 from mgpu_runtime.models.connectors import ConnectorsBuilder, build_connectors
+from mgpu_runtime.models.transformer import LTXTransformer
 from mgpu_runtime.models.transformer_builder import TransformerBuilder, build_transformer
 from mgpu_runtime.models.upsampler import UpsamplerBuilder
 from mgpu_runtime.models.video_vae import VideoVAEBuilder, build_video_vae
 from mgpu_runtime.models.vocoder import VocoderBuilder, build_vocoder
+from mgpu_runtime.parallel.attention_manager import AttentionManager
+from mgpu_runtime.parallel.distributed_decoder import DistributedDecoderBuilder
+from mgpu_runtime.parallel.sequence_parallel import SequenceParallelBuilder
+from mgpu_runtime.parallel.tiled_data_parallel import TiledDataParallelBuilder
+from mgpu_runtime.tiling import TileCountConfig
 from mgpu_runtime.weights.registry import StateDictRegistry
 from tests.weights_files import TINY_20, TINY_23, TINY_UPSAMPLER, TOY_23, TOY_UPSAMPLER, changed_copy, read_all
 
@@ -128,3 +134,23 @@ def test_component_that_is_not_in_the_file() -> None:
     registry = StateDictRegistry()
     with pytest.raises(ValueError, match="holds no vocoder"):
         VocoderBuilder(TINY_23, registry=registry).build("cpu")
+
+
+def test_the_parallel_builders_read_through_the_sources_they_are_given() -> None:
+    """All three wrappers build the real model, count the read in their registry and show it to their tracker."""
+    seen: list[str] = []
+
+    class Tracker:
+        def track(self, module: torch.nn.Module, component: str, path: str) -> None:
+            seen.append(component)
+
+    own, given = StateDictRegistry(), StateDictRegistry()
+    cpu, tiles = torch.device("cpu"), TileCountConfig.spatial(1, 2, 1)
+    inner = TransformerBuilder(TINY_23, registry=own)
+    manager = AttentionManager(64, 4, 16, torch.float32, None)
+    spread = SequenceParallelBuilder(inner, manager, given, Tracker()).build(cpu, torch.float32)
+    tiled = TiledDataParallelBuilder(inner, None, tiles, given, Tracker()).build(cpu, torch.float32)
+    frames = DistributedDecoderBuilder(VideoVAEBuilder(TINY_23, registry=own), None, None, tiles, registry=given)
+    frames.build(cpu, torch.float32)
+    assert seen == ["transformer", "transformer"] and (own.files_read, given.files_read) == (0, 1)
+    assert isinstance(spread.model, LTXTransformer) and isinstance(tiled.model, LTXTransformer)

@@ -29,6 +29,12 @@ class ComponentBuilder(ABC):
         self.registry = registry
         self.tracker = tracker
 
+    def with_sources(
+        self, registry: StateDictRegistry | None = None, tracker: WeightTracker | None = None
+    ) -> "ComponentBuilder":
+        """Returns a builder of the same component that reads through other sources, where they are given."""
+        return type(self)(self.checkpoint, registry=registry or self.registry, tracker=tracker or self.tracker)
+
     @abstractmethod
     def construct(self, file: CheckpointFile) -> nn.Module:
         """Makes the module; called under the meta device, so buffers that no file holds must name a real one."""

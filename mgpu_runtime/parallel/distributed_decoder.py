@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..tiling import TileCountConfig, finer
+from ..weights.registry import StateDictRegistry
 from .pixel_tiles import PixelLayout, PixelTime, VAEShape
 
 log = logging.getLogger("mgpu")
@@ -34,6 +35,10 @@ class FrameQueue(Protocol):
 
 class VAEBuilder(Protocol):
     """Builds the video autoencoder."""
+
+    def with_sources(self, registry: StateDictRegistry) -> "VAEBuilder":
+        """Returns the builder with another source of weights."""
+        ...
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Returns a diffusers AutoencoderKLLTX2Video."""
@@ -227,7 +232,10 @@ class _FrameSink:
 
 
 class DistributedDecoderBuilder:
-    """Builds a distributed decoder around the autoencoder's builder, on each rank of a group."""
+    """Builds a distributed decoder around the autoencoder's builder, on each rank of a group.
+
+    `registry`, where given, takes the place of the inner builder's.
+    """
 
     def __init__(
         self,
@@ -236,14 +244,13 @@ class DistributedDecoderBuilder:
         vae_group: dist.ProcessGroup | None,
         vae_tiling: TileCountConfig,
         driver_rank: int = 0,
-        registry: object | None = None,
+        registry: StateDictRegistry | None = None,
     ) -> None:
-        self.inner = inner
+        self.inner = inner if registry is None else inner.with_sources(registry)
         self.queue = queue
         self.vae_group = vae_group
         self.vae_tiling = vae_tiling
         self.driver_rank = driver_rank
-        self.registry = registry
 
     def build(self, device: torch.device, dtype: torch.dtype) -> DistributedDecoder:
         """Returns the decoder with its autoencoder on `device` in `dtype`."""

@@ -8,8 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..models.loading import WeightTracker
 from ..models.streams import StreamInput
 from ..models.transformer import LTXTransformer
+from ..models.transformer_builder import TransformerBuilder
+from ..weights.registry import StateDictRegistry
 from .attention_manager import AttentionManager
 
 # Vectorised CPU loops treat the last elements of a buffer with scalar code that may round differently. Shards of whole
@@ -70,13 +73,20 @@ def _rows_per_rank(num_tokens: int, world_size: int, device: torch.device) -> in
 
 
 class SequenceParallelBuilder:
-    """Builds a sequence-parallel transformer around an inner builder, on each rank of the manager's group."""
+    """Builds a sequence-parallel transformer around an inner builder, on each rank of the manager's group.
 
-    def __init__(self, inner, attn_mgr: AttentionManager, registry=None, tracker=None) -> None:
-        self.inner = inner
+    `registry` and `tracker`, where given, take the place of the inner builder's.
+    """
+
+    def __init__(
+        self,
+        inner: TransformerBuilder,
+        attn_mgr: AttentionManager,
+        registry: StateDictRegistry | None = None,
+        tracker: WeightTracker | None = None,
+    ) -> None:
+        self.inner = inner if registry is None and tracker is None else inner.with_sources(registry, tracker)
         self.attn_mgr = attn_mgr
-        self.registry = registry
-        self.tracker = tracker
 
     def build(self, device: torch.device, dtype: torch.dtype) -> SequenceParallelModelWrapper:
         """Returns the wrapped model on `device` in `dtype`."""

@@ -11,14 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..models.loading import WeightTracker
 from ..models.streams import StreamInput
 from ..tiling import Grid, Tile, TileCountConfig
+from ..weights.registry import StateDictRegistry
 
 Pair = tuple[Tensor | None, Tensor | None]  # video, audio
 
 
 class InnerBuilder(Protocol):
     """Builds the model that predicts a tile, with LTXTransformer.predict's call."""
+
+    def with_sources(self, registry: StateDictRegistry | None, tracker: WeightTracker | None) -> "InnerBuilder":
+        """Returns the builder with other sources of weights."""
+        ...
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Returns the model on a device."""
@@ -99,7 +105,6 @@ class TiledDataParallelModelWrapper(nn.Module):
         if world_size > 1:
             dist.all_reduce(total.flat, group=self.group)
         return total.velocities()
-
 
     def _find_shares(self, positions: Tensor) -> list[TileTokens]:
         """Gives each tile's tokens, found once for the positions of a job: finding them waits for the GPU."""
@@ -186,22 +191,23 @@ def tile_stream(video: StreamInput, share: TileTokens, *, normalize_positions: b
 
 
 class TiledDataParallelBuilder:
-    """Builds a tiled model around an inner builder, on each rank of a group."""
+    """Builds a tiled model around an inner builder, on each rank of a group.
+
+    `registry` and `tracker`, where given, take the place of the inner builder's.
+    """
 
     def __init__(
         self,
         inner: InnerBuilder,
         group: dist.ProcessGroup | None,
         tiling: TileCountConfig,
-        registry: object | None = None,
-        tracker: object | None = None,
+        registry: StateDictRegistry | None = None,
+        tracker: WeightTracker | None = None,
         normalize_positions: bool = True,
     ) -> None:
-        self.inner = inner
+        self.inner = inner if registry is None and tracker is None else inner.with_sources(registry, tracker)
         self.group = group
         self.tiling = tiling
-        self.registry = registry
-        self.tracker = tracker
         self.normalize_positions = normalize_positions
 
     def build(self, device: torch.device, dtype: torch.dtype) -> TiledDataParallelModelWrapper:
