@@ -203,7 +203,7 @@ def test_b108_b124_a_cancel_ends_within_two_steps_and_the_next_job_is_unharmed(t
 
     watch = Watch(on_event=note, should_stop=lambda: len(steps) > 3)
     with pytest.raises(JobCancelled):
-        two.sp_stage(replace(STAGE, sigmas=sigmas), prompts[0], None, SMALL.repeat(1, 1, 1, 4, 4), watch=watch)
+        two.sp_stage(replace(STAGE, sigmas=sigmas), prompts[0], None, SMALL.repeat(1, 1, 1, 8, 8), watch=watch)
     assert steps[-1] <= 3 + 2
     again = two.sp_stage(STAGE, prompts[0], None, SMALL)
     assert torch.equal(again.video, expected.video) and torch.equal(again.audio, expected.audio)
