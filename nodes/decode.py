@@ -6,7 +6,7 @@ from mgpu_runtime.pipeline.jobs import Decode
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
-from .tdp_stage import tiles_sentence
+from .widgets import tiles_sentence
 from .wires import Latent, read_latents, write_audio
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from mgpu_runtime.pipeline.checks import check_plan
-from mgpu_runtime.pipeline.jobs import MAX_SEED, SCHEDULES, SPStage
+from mgpu_runtime.pipeline.jobs import SCHEDULES, SPStage
 
 from .comfy import LTX_MGPU, io, run_job
 from .guidance import BY_MODEL, GuidanceWidgets
 from .handle import LTXHandle
 from .preflight import check_sp_stage
+from .widgets import seed_input
 from .wires import (
     Conditioning,
     Latent,
@@ -136,14 +137,7 @@ def _sampling_widgets() -> list[io.Input]:
             step=0.01,
             tooltip="Frames a second; the following nodes read it from the latent. Give Create Video the same.",
         ),
-        io.Int.Input(
-            "seed",
-            default=0,
-            min=0,
-            max=MAX_SEED,
-            control_after_generate=True,
-            tooltip="The same seed gives the same clip for every number of workers.",
-        ),
+        seed_input(),
         io.Combo.Input(
             "schedule",
             options=list(SCHEDULES),
@@ -152,7 +146,11 @@ def _sampling_widgets() -> list[io.Input]:
             "model. auto: distilled if the checkpoint's file name says so, else ltx2.",
         ),
         io.Int.Input(
-            "steps", default=0, min=0, max=1000, tooltip="Steps of the ltx2 schedule; 0 takes the model's own number."
+            "steps",
+            default=0,
+            min=0,
+            max=1000,
+            tooltip="Steps of the ltx2 schedule; 0 takes the model's own number. Leave it 0 with distilled or sigmas.",
         ),
     ]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mgpu_runtime.pipeline.jobs import MAX_SEED, TDPStage
-from mgpu_runtime.tiling import read_tiles
+from mgpu_runtime.pipeline.jobs import TDPStage
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
 from .preflight import TDP_MODES, TDP_NODE, check_tdp_stage, tdp_mode
+from .widgets import seed_input, tiles_sentence
 from .wires import (
     Conditioning,
     Latent,
@@ -90,16 +90,6 @@ def _num_tokens(video: torch.Tensor, scale: float) -> int:
     return frames * int(height * scale) * int(width * scale)
 
 
-def tiles_sentence(tiles: str | None) -> bool | str:
-    """Returns True for a tiles text that can be read, or the sentence to show at the widget."""
-    try:
-        if tiles is not None:  # a linked value is not known yet
-            read_tiles(tiles)
-    except ValueError as error:
-        return str(error)
-    return True
-
-
 def _job(
     latent: Latent,
     fps: float,
@@ -133,14 +123,7 @@ def _wires() -> list[io.Input]:
 
 def _widgets() -> list[io.Input]:
     return [
-        io.Int.Input(
-            "seed",
-            default=0,
-            min=0,
-            max=MAX_SEED,
-            control_after_generate=True,
-            tooltip="The same seed gives the same clip for every number of workers.",
-        ),
+        seed_input(),
         io.Boolean.Input(
             "upscale", default=True, tooltip="Enlarge with the latent upsampler first; off refines at the same size."
         ),
@@ -148,8 +131,8 @@ def _widgets() -> list[io.Input]:
             "mode",
             options=list(TDP_MODES),
             default=next(iter(TDP_MODES)),
-            tooltip="tdp: tiles shared by the workers, fastest, the sound of the first stage is kept. sp: the whole "
-            "picture spread over the workers, exact, and the sound is refined with it.",
+            tooltip="tdp: tiles shared by the workers, an approximation; the sound of the first stage is kept. sp: the "
+            "whole picture spread over the workers, exact, and the sound is refined with it.",
         ),
         io.String.Input(
             "tiles",

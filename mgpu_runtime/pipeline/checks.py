@@ -8,7 +8,6 @@ from torch import Tensor
 from ..parallel.limits import check_tokens
 from ..parallel.pixel_tiles import PixelLayout, VAEShape
 from ..sampling.guidance import check_guidance
-from ..sampling.sizes import audio_latent_frames, pixel_frames
 from ..tiling import TileCountConfig, parse_tiles
 from ..weights.facts import ModelFacts
 from .jobs import Decode, Encode, Job, PromptContext, SPStage, TDPStage
@@ -95,8 +94,3 @@ def check_decode(job: Decode, latent: Tensor, facts: ModelFacts, settings: LTXSe
 def decode_tiling(job: Decode, grid: tuple[int, int, int]) -> TileCountConfig:
     """Returns how a latent (F, H, W) is cut into tiles for decoding."""
     return parse_tiles(job.tiles, grid, job.overlap, max_cells=MAX_DECODE_CELLS)
-
-
-def num_audio_frames(latent_frames: int, fps: float, facts: ModelFacts) -> int:
-    """Returns the audio latent frames of a clip of so many video latent frames."""
-    return audio_latent_frames(pixel_frames(latent_frames, facts.scale_factors[0]), fps)

@@ -98,7 +98,7 @@ class LTXClient:
         if audio_latent is not None:
             audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
         if noise is not None:
-            num_sounds = checks.num_audio_frames(grid[0], job.fps, facts) if job.with_audio else None
+            num_sounds = tensors.num_audio_frames(grid[0], job.fps, facts) if job.with_audio else None
             tensors.check_noise(noise, facts, grid, num_sounds, latent.shape[0])
         sent = {
             **_context_tensors("positive", positive),
@@ -155,11 +155,11 @@ class LTXClient:
         """Ends the running fleet, whatever its configuration; the next job starts one again."""
         stop()
 
-    def _run(self, job: Job, tensors: dict[str, Tensor | None], watch: Watch | None) -> dict[str, Any]:
+    def _run(self, job: Job, sent: dict[str, Tensor | None], watch: Watch | None) -> dict[str, Any]:
         watch = watch or Watch()
         controller = current(self._key(), lambda: self._start(watch))
         name, fields = to_record(job)
-        stream = controller.stream(name=name, fields=fields, tensors=tensors)
+        stream = controller.stream(name=name, fields=fields, tensors=sent)
         return _follow(stream, watch)
 
     def _key(self) -> tuple:

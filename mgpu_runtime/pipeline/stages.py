@@ -11,7 +11,7 @@ from ..sampling.denoiser import GuidedDenoiser, VelocityModel
 from ..sampling.loop import denoise_loop
 from ..sampling.noise import item_generators
 from ..sampling.patchify import audio_latent, video_latent
-from ..sampling.sizes import ScaleFactors, audio_latent_frames, pixel_frames
+from ..sampling.sizes import ScaleFactors
 from ..sampling.state import StreamState, add_noise, audio_state, video_state
 from .checks import tdp_tiling
 from .first_rank import on_first_rank
@@ -20,6 +20,7 @@ from .models import LTXModels
 from .plan import SamplingPlan, plan_sp_stage, plan_tdp_stage
 from .preview import Preview
 from .progress import Progress
+from .tensors import num_audio_frames
 
 Tensors = dict[str, Tensor | None]
 
@@ -33,10 +34,10 @@ def run_sp_stage(request: SPStage, tensors: Tensors, models: LTXModels, progress
     video = video_state(start, request.fps, noise_mask=tensors["noise_mask"], scale=scale)
     audio = None
     if request.with_audio:
-        num_frames = audio_latent_frames(pixel_frames(frames, scale.frames), request.fps)
         given = tensors["audio_latent"]
         if given is None:
-            given = torch.zeros(batch, facts.audio_channels, num_frames, facts.audio_mel_bins)
+            length = num_audio_frames(frames, request.fps, facts)
+            given = torch.zeros(batch, facts.audio_channels, length, facts.audio_mel_bins)
         audio = audio_state(given)
     if facts.is_distilled is False and request.schedule == "distilled":
         progress.log("a full model by its file name runs the distilled schedule; auto or ltx2 is its own")
@@ -77,7 +78,8 @@ def _say_tiles(num_tiles: int, num_workers: int, progress: Progress) -> None:
     """Tells how the tiles meet the workers: one that gets no tile idles, and only the user can change that."""
     idle = max(0, num_workers - num_tiles)
     note = f": {idle} without a tile; more tiles use them" if idle else ""
-    progress.log(f"{num_tiles} tile{'s' if num_tiles > 1 else ''} on {num_workers} workers{note}")
+    tiles, workers = (f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((num_tiles, "tile"), (num_workers, "worker")))
+    progress.log(f"{tiles} on {workers}{note}")
 
 
 def _upscaled(latent: Tensor, models: LTXModels, progress: Progress) -> Tensor:

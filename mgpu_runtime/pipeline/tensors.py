@@ -44,8 +44,12 @@ def fit_audio(latent: Tensor, facts: ModelFacts, video: Tensor, fps: float) -> T
     One frame off is trimmed or repeated with a warning; more is refused.
     """
     check_audio_latent(latent, facts)
-    num_frames = audio_latent_frames(pixel_frames(video.shape[2], facts.scale_factors[0]), fps)
-    return fit_audio_latent(latent, num_frames, video.shape[0])
+    return fit_audio_latent(latent, num_audio_frames(video.shape[2], fps, facts), video.shape[0])
+
+
+def num_audio_frames(latent_frames: int, fps: float, facts: ModelFacts) -> int:
+    """Returns the audio latent frames of a clip of so many video latent frames."""
+    return audio_latent_frames(pixel_frames(latent_frames, facts.scale_factors[0]), fps)
 
 
 def check_noise_mask(mask: Tensor, latent: Tensor) -> None:
