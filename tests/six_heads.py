@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mgpu_runtime.models.transformer import LTXTransformer
-from mgpu_runtime.weights.checkpoint import CheckpointFile
+from mgpu_runtime.weights.bundle import read_checkpoint
 from mgpu_runtime.weights.configs import transformer_kwargs
 from mgpu_runtime.weights.keymaps import map_key
 from tests.goldens import GOLDEN
@@ -26,7 +26,7 @@ def write_six_heads(path: Path) -> Path:
     metadata["config"] = json.dumps(_with_six_heads(json.loads(metadata["config"])))
     save_file(tensors | {name: torch.zeros(1) for name in names}, path, metadata=metadata)
     with torch.device("meta"):
-        shapes = LTXTransformer(**transformer_kwargs(CheckpointFile(path))).state_dict()
+        shapes = LTXTransformer(**transformer_kwargs(read_checkpoint(path))).state_dict()
     generator = torch.Generator().manual_seed(6)
     for name in names:
         tensors[name] = torch.randn(shapes[map_key(name)[1]].shape, generator=generator) * 0.2

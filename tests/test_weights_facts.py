@@ -21,6 +21,7 @@ from tests.weights_files import (
     changed_copy,
     only,
     published,
+    published_layout,
     read_all,
     write_gemma,
     write_header,
@@ -136,11 +137,10 @@ def test_b92_another_gemma_is_refused_from_its_config(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
-def test_b91_single_file_text_encoder_is_refused(tmp_path: Path) -> None:
+def test_b91_a_single_file_that_cannot_be_a_text_encoder_is_refused(tmp_path: Path) -> None:
     path = write_header(tmp_path / "gemma.safetensors", {"model.layers.0.self_attn.q_proj.weight": (2, 2)})
-    with pytest.raises(ValueError, match="must be a Hugging Face folder") as error:
+    with pytest.raises(ValueError, match="is no text encoder: its first tensors are model.layers.0"):
         describe(TOY_23, text_encoder_path=path)
-    assert "text projection comes from the LTX checkpoint" in str(error.value)
 
 
 def test_incomplete_text_encoder_folders(tmp_path: Path) -> None:
@@ -176,6 +176,43 @@ def test_a_part_of_a_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
         facts.require("vocoder")
     with pytest.raises(ValueError, match="no text projection"):
         describe(transformer, text_encoder_path=GEMMA)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers", "crf"),
+    [
+        (None, (2, 0), 33),
+        ("2.3.0", (2, 3, 0), 33),
+        ("2.4-rc1", (2, 4), 18),
+        ("2-5-0", (2, 5, 0), 18),
+        ("2.10", (2, 10), 18),
+        ("newest", (2, 0), 33),
+    ],
+)
+def test_version_selects_the_quality_of_conditioning_pictures(
+    version: str | None, numbers: tuple[int, ...], crf: int
+) -> None:
+    facts = dataclasses.replace(describe(TOY_23), version=version)
+    assert (facts.version_tuple, facts.image_crf) == (numbers, crf)
+
+
+def test_facts_say_precision_layout_and_what_can_be_encoded(tmp_path: Path) -> None:
+    facts = describe(TINY_20)
+    assert (facts.precision, facts.layout, facts.gemma_version) == ("fp32", "one file", None)
+    assert (facts.has_video_encoder, facts.has_audio_encoder, facts.has_diffusion_decoder) == (True, True, False)
+    transformer = only(TINY_20, tmp_path / "dit.safetensors", "model.diffusion_model.", "text_embedding_projection.")
+    facts = describe(transformer)
+    assert (facts.layout, facts.has_video_encoder, facts.files) == ("split", False, (str(transformer),))
+    assert describe(published("23", tmp_path)).precision == "bf16"
+
+
+@pytest.mark.parametrize("dtype", ["I32", "BOOL", "U16"])
+def test_tensors_of_a_wrong_dtype_are_refused_before_anything_loads(tmp_path: Path, dtype: str) -> None:
+    shapes, config = published_layout("23")
+    path = write_header(tmp_path / "x.safetensors", shapes, {"config": json.dumps(config)}, dtype=dtype)
+    with pytest.raises(ValueError) as error:
+        describe(path)
+    assert str(path) in str(error.value) and dtype in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_diffusion_decoder_is_refused_only_where_it_is_needed(tmp_path: Path) -> None:

@@ -70,12 +70,61 @@ def only(source: Path, target: Path, *prefixes: str, strip: str = "") -> Path:
     return target
 
 
-def published(version: str, folder: Path) -> Path:
-    """Writes a header with all names and shapes of a published layout ("20", "23", "25"); its 40 GB take no space."""
+def published_layout(version: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Returns names with shapes, and the config, of a published layout: "20", "23" or "25" (no autoencoders)."""
     with lzma.open(Path(__file__).with_name("published_keys.json.xz"), "rt", encoding="utf-8") as file:
         tables = json.load(file)
-    metadata = {"config": json.dumps(tables[f"{version}_config"])}
-    return write_header(folder / f"published-{version}.safetensors", tables[version], metadata)
+    return {name: tuple(shape) for name, shape in tables[version].items()}, tables[f"{version}_config"]
+
+
+def published(version: str, folder: Path) -> Path:
+    """Writes a header with all names and shapes of a published layout ("20", "23", "25"); its 40 GB take no space."""
+    shapes, config = published_layout(version)
+    return write_header(folder / f"published-{version}.safetensors", shapes, {"config": json.dumps(config)})
+
+
+# Part of a split layout -> its names in a whole model, what is stripped of them, and its sections of the config.
+PARTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "transformer": (("model.diffusion_model.",), "", ("transformer", "scheduler")),
+    "video_vae": (("vae.",), "vae.", ("vae",)),
+    "audio_vae": (("audio_vae.", "vocoder."), "", ("audio_vae", "vocoder")),
+    "text_projection": (("text_embedding_projection.",), "", ()),
+}
+
+
+def part_metadata(part: str, metadata: Mapping[str, str], *, has_config: bool) -> dict[str, str]:
+    """Returns the metadata of a part's own file: its sections of the config, the others null, or nothing at all."""
+    if not has_config:
+        return {}
+    config = json.loads(metadata["config"])
+    own = {name: section if name in PARTS[part][2] else None for name, section in config.items()}
+    return {**metadata, "config": json.dumps(own)}
+
+
+def split(source: Path, folder: Path, *, has_config: bool = True, strip: str = "") -> dict[str, Path]:
+    """Splits a whole model into a file per part; `strip` is a prefix that the transformer's names lose."""
+    tensors, metadata = read_all(source)
+    paths = {}
+    for part, (prefixes, stripped, _) in PARTS.items():
+        prefix = strip if part == "transformer" else stripped
+        kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+        if kept:
+            paths[part] = folder / f"{part}.safetensors"
+            save_file(kept, paths[part], metadata=part_metadata(part, metadata, has_config=has_config))
+    return paths
+
+
+def published_split(version: str, folder: Path, *, has_config: bool = True) -> dict[str, Path]:
+    """Writes the headers of a published layout split into a file per part."""
+    shapes, config = published_layout(version)
+    metadata = {"config": json.dumps(config), "model_version": f"{version[0]}.{version[1]}.0"}
+    paths = {}
+    for part, (prefixes, stripped, _) in PARTS.items():
+        kept = {name.removeprefix(stripped): shape for name, shape in shapes.items() if name.startswith(prefixes)}
+        if kept:
+            path = folder / f"{version}-{part}.safetensors"
+            paths[part] = write_header(path, kept, part_metadata(part, metadata, has_config=has_config) or None)
+    return paths
 
 
 def write_gemma(folder: Path, **text_config: int) -> Path:

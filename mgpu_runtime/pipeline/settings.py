@@ -3,8 +3,10 @@
 import os
 from dataclasses import dataclass
 
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+WEIGHTS_IN_FP8 = "fp8"  # the one precision that is of the weights: what they are computed in is as "auto" chooses
+PRECISIONS = ("auto", "bf16", "fp16", "fp32", WEIGHTS_IN_FP8)
 DEFAULT_SP_MAX_TOKENS = 32768
+_PARTS = ("video_vae", "audio_vae", "text_projection", "duration_head")  # fields that name a part's own file
 
 
 @dataclass(frozen=True)
@@ -12,12 +14,15 @@ class LTXSettings:
     """Describes one configuration of the fleet; equal settings share one warm fleet.
 
     Attributes:
-        checkpoint: path of a Lightricks single-file checkpoint.
-        text_encoder: path of a Gemma folder, or None for a fleet that never encodes.
+        checkpoint: path of the file with the transformer: Lightricks' whole model, or the transformer alone.
+        text_encoder: path of a Gemma folder or single file, or None for a fleet that never encodes.
         upsampler: path of a latent upsampler file, or None for a fleet that never upscales.
         devices: "auto", a list such as "0,1", or "cpu:N".
-        precision: "auto" (bf16 on CUDA, fp32 on the CPU), "bf16", "fp16" or "fp32".
+        precision: "auto" (bf16 on CUDA, fp32 on the CPU), "bf16", "fp16" or "fp32": what is computed in; "fp8": as
+            auto, with the transformer's big weights rounded to 8 bit. Quantised files stay as they are in all.
         sp_max_tokens: the most video tokens one sequence-parallel forward may hold.
+        video_vae, audio_vae, text_projection, duration_head: paths of files that hold these parts where the checkpoint
+            does not, or that are to be used in place of its own; None otherwise. The vocoder is in the audio_vae file.
 
     Raises ValueError for a relative path, an unknown precision or a limit below 1.
     """
@@ -28,9 +33,13 @@ class LTXSettings:
     devices: str = "auto"
     precision: str = "auto"
     sp_max_tokens: int = DEFAULT_SP_MAX_TOKENS
+    video_vae: str | None = None
+    audio_vae: str | None = None
+    text_projection: str | None = None
+    duration_head: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "text_encoder", "upsampler"):
+        for name in ("checkpoint", "text_encoder", "upsampler", *_PARTS):
             path = getattr(self, name)
             if path is not None and not os.path.isabs(path):
                 raise ValueError(f"{name} must be an absolute path, got {path!r}")
@@ -48,7 +57,20 @@ class LTXSettings:
 
     def files(self) -> tuple[str, ...]:
         """Returns the paths this configuration reads, in a fixed order."""
-        return tuple(path for path in (self.checkpoint, self.text_encoder, self.upsampler) if path is not None)
+        paths = (self.checkpoint, self.text_encoder, self.upsampler, *self._part_files())
+        return tuple(dict.fromkeys(path for path in paths if path is not None))
+
+    def checkpoint_files(self) -> tuple[str, ...]:
+        """Returns the files that make one model: the checkpoint first, then those named for parts of it.
+
+        A text encoder's single file is among them: it may hold the text projection.
+        """
+        text_encoder = self.text_encoder if self.text_encoder and os.path.isfile(self.text_encoder) else None
+        paths = (self.checkpoint, text_encoder, *self._part_files())
+        return tuple(dict.fromkeys(path for path in paths if path is not None))
+
+    def _part_files(self) -> tuple[str | None, ...]:
+        return tuple(getattr(self, name) for name in _PARTS)
 
 
 def _stamps(path: str) -> list[tuple[str, int, int]]:

@@ -3,17 +3,18 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from .header import ContentKey, TensorEntry, content_key, read_header
-from .keymaps import COMPONENTS, count_encoder_levels, map_key
+from .keymaps import COMPONENTS, SLOTS, TRANSFORMER_PREFIX, Naming, map_key, read_naming
 
 log = logging.getLogger("mgpu")
 
-SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale", ".bias_scale")
+_ADAPTER = re.compile(r"\.(lora_|lora\.|hada_|lokr_|b?oft_)|\.dora_scale$")
 
 
 class CheckpointFile:
@@ -36,7 +37,7 @@ class CheckpointFile:
         text = self.metadata.get("config")
         if text is None:
             if "upsampler" not in self.components:
-                self._refuse_foreign_file()
+                self.refuse_foreign()
             raise ValueError(
                 f'{self.path} has no "config" entry in its metadata, so its architecture is unknown. Files split out '
                 "of a checkpoint by other tools often lose it: choose Lightricks' original file."
@@ -54,16 +55,10 @@ class CheckpointFile:
         """The metadata key `model_version`, such as "2.3.0"; None when absent."""
         return self.metadata.get("model_version")
 
-    def section(self, prefix: str) -> dict[str, TensorEntry]:
-        """Returns the tensors whose name starts with `prefix`, named without it."""
-        return {name.removeprefix(prefix): entry for name, entry in self.keys.items() if name.startswith(prefix)}
-
-    def config_section(self, name: str) -> dict[str, Any]:
-        """Returns one section of the config; raises ValueError when the file has none."""
-        section = self.config.get(name)
-        if not isinstance(section, dict):
-            raise ValueError(f"{self.path} has no {name!r} section in its config. {self._what_it_has()}")
-        return section
+    @cached_property
+    def naming(self) -> Naming:
+        """How this file names its tensors."""
+        return read_naming({name: entry.shape for name, entry in self.keys.items()})
 
     @cached_property
     def components(self) -> Mapping[str, Mapping[str, str]]:
@@ -72,9 +67,8 @@ class CheckpointFile:
         Raises ValueError when two tensors of the file stand for one tensor of the model.
         """
         found: dict[str, dict[str, str]] = {}
-        levels = count_encoder_levels(self.keys)
-        for name in self.keys:
-            component, target = map_key(name, encoder_levels=levels)
+        for name in () if self.is_lora else self.keys:
+            component, target = map_key(name, self.naming)
             if target is None:
                 continue
             names = found.setdefault(component, {})
@@ -89,21 +83,17 @@ class CheckpointFile:
     @cached_property
     def unclaimed(self) -> tuple[str, ...]:
         """Tensors that belong to no component this program reads."""
-        return tuple(name for name in self.keys if map_key(name)[0] is None)
+        return tuple(name for name in self.keys if map_key(name, self.naming)[0] is None)
 
     def component(self, name: str) -> Mapping[str, str]:
         """Returns {model's tensor name: the file's tensor name}; raises ValueError when the file lacks it."""
         assert name in COMPONENTS, f"unknown component {name!r}"
         names = self.components.get(name)
+        if names is None or name == "transformer":  # an older model's is named alike
+            self.refuse_foreign()
         if names is None:
-            self._refuse_foreign_file()
-            raise ValueError(f"{self.path} holds no {COMPONENTS[name]}. {self._what_it_has()}")
-        self._refuse_quantized(names.values(), COMPONENTS[name])
+            raise ValueError(f"{self.path} holds no {COMPONENTS[name]}. {self._what_it_has(name)}")
         return names
-
-    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every tensor of a component, by the model's tensor names."""
-        return {target: self.keys[source].shape for target, source in self.component(name).items()}
 
     def warn(self, message: str) -> None:
         """Logs a warning about this file, each only once however often the file is looked at."""
@@ -111,40 +101,48 @@ class CheckpointFile:
             self._warnings.add(message)
             log.warning("%s: %s", self.path, message)
 
-    def _refuse_quantized(self, names: Iterable[str], title: str) -> None:
-        """Raises ValueError when a component's tensors are scaled fp8 or packed nvfp4."""
-        quantized = [n for n in names if n.endswith(SCALE_SUFFIXES) or self.keys[n].dtype.startswith("F8")]
-        if quantized:
-            raise ValueError(
-                f"The {title} in {self.path} is quantised ({len(quantized)} tensors such as {quantized[0]!r}), which "
-                "is not supported. Choose the bf16 file."
-            )
+    @cached_property
+    def is_lora(self) -> bool:
+        """Tells a LoRA or another adapter, whose tensors are named like those they change."""
+        return any(_ADAPTER.search(name) for name in self.keys)
 
-    def _refuse_foreign_file(self) -> None:
-        """Raises ValueError when the file is recognisably something else than an LTX-2 checkpoint."""
-        kind = _kind(tuple(self.keys))
-        if kind is not None:
-            raise ValueError(f"{self.path} is {kind}, not an LTX-2 checkpoint. Choose Lightricks' LTX-2 file.")
+    @cached_property
+    def is_text_encoder(self) -> bool:
+        """Tells a language model's file, which may hold the text projection beside it; a whole model may hold one."""
+        return "transformer" not in self.components and any(".self_attn.q_proj." in name for name in self.keys)
 
-    def _what_it_has(self) -> str:
-        """Says which components are in the file."""
+    @property
+    def contents(self) -> str:
+        """Names the components in the file, for sentences."""
         titles = [COMPONENTS[name] for name in COMPONENTS if name in self.components]
-        if not titles:
+        return ", ".join(titles) or self.kind or "nothing of LTX-2"
+
+    @cached_property
+    def kind(self) -> str | None:
+        """Says what the file is where it is something else than a part of LTX-2; None for LTX-2 and an empty file."""
+        roots = {name.removeprefix(TRANSFORMER_PREFIX).split(".")[0] for name in self.keys}
+        transformer = self.components.get("transformer", {})
+        if self.is_lora:
+            return "a LoRA"
+        if set(self.components) == {"upsampler"}:
+            return "a latent upsampler"
+        if self.is_text_encoder:
+            return "a language model (a text encoder)"
+        if {"proj_in", "transformer_blocks"} <= roots:
+            return "a transformer in diffusers' naming"
+        if "proj_in.weight" in transformer and "audio_proj_in.weight" not in transformer:
+            return "an older LTX-Video checkpoint without sound"
+        if self.components or not self.keys:
+            return None
+        return f"another model's file (its first tensor is {next(iter(self.keys))!r})"
+
+    def refuse_foreign(self) -> None:
+        """Raises ValueError when the file is recognisably something else than an LTX-2 checkpoint."""
+        if self.kind is not None:
+            raise ValueError(f"{self.path} is {self.kind}, not an LTX-2 checkpoint. Choose Lightricks' LTX-2 file.")
+
+    def _what_it_has(self, missing: str) -> str:
+        """Says which components are in the file, and where to choose one with the missing one."""
+        if not self.components:
             return f"It is no LTX-2 checkpoint: its first tensors are {', '.join(list(self.keys)[:3]) or 'none'}."
-        return f"It has: {', '.join(titles)}. Choose the file that holds the missing part."
-
-
-def _kind(names: tuple[str, ...]) -> str | None:
-    """Recognises other models' files by their tensor names; None for LTX-2 and for the unknown."""
-    roots = {name.removeprefix("model.diffusion_model.").split(".")[0] for name in names}
-    if any(".lora_" in name for name in names):
-        return "a LoRA"
-    if "post_upsample_res_blocks" in roots:
-        return "a latent upsampler"
-    if any(".self_attn.q_proj." in name for name in names):
-        return "a language model (a text encoder)"
-    if "patchify_proj" in roots and "audio_patchify_proj" not in roots:
-        return "an older LTX-Video checkpoint without sound"
-    if "audio_patchify_proj" in roots or {"vae", "audio_vae", "vocoder"} & roots or not names:
-        return None
-    return f"another model's file (its first tensor is {names[0]!r})"
+        return f"It has: {self.contents}. Choose a file with it as {SLOTS[missing]} in Load LTX MGPU."

@@ -6,7 +6,7 @@ Architecture comes from the config alone, never from `model_version`. The autoen
 from collections.abc import Mapping
 from typing import Any
 
-from .checkpoint import CheckpointFile
+from .bundle import Checkpoint
 
 Section = Mapping[str, Any]
 
@@ -102,7 +102,7 @@ _SECOND_EXTRACTOR = {
 NUM_REGISTERS = 128  # always, whatever the config says
 
 
-def transformer_values(file: CheckpointFile) -> dict[str, Any]:
+def transformer_values(file: Checkpoint) -> dict[str, Any]:
     """Returns the config's transformer section with defaults filled in; raises ValueError for what LTX-2 is not."""
     section = file.config_section("transformer")
     known = {
@@ -122,7 +122,7 @@ def transformer_values(file: CheckpointFile) -> dict[str, Any]:
     return values
 
 
-def transformer_kwargs(file: CheckpointFile) -> dict[str, Any]:
+def transformer_kwargs(file: Checkpoint) -> dict[str, Any]:
     """Returns the constructor arguments of LTX2VideoTransformer3DModel, which LTXTransformer shares."""
     values = transformer_values(file)
     names = (
@@ -150,7 +150,7 @@ def transformer_kwargs(file: CheckpointFile) -> dict[str, Any]:
     }
 
 
-def connectors_kwargs(file: CheckpointFile) -> dict[str, Any]:
+def connectors_kwargs(file: Checkpoint) -> dict[str, Any]:
     """Returns the constructor arguments of LTX2TextConnectors; the width of the text states comes from the tensors."""
     values = transformer_values(file)
     second = values["uses_second_extractor"]
@@ -180,7 +180,7 @@ def connectors_kwargs(file: CheckpointFile) -> dict[str, Any]:
     }
 
 
-def text_projection_input(file: CheckpointFile) -> tuple[int, int]:
+def text_projection_input(file: Checkpoint) -> tuple[int, int]:
     """Returns (hidden size, number of states) of the text encoder the file was made for: (3840, 49) for Gemma 3 12B.
 
     Raises ValueError when the file has no text projection.
@@ -189,8 +189,8 @@ def text_projection_input(file: CheckpointFile) -> tuple[int, int]:
     shape = file.shapes("connectors").get(_projection_name(values))
     if shape is None or len(shape) != 2:
         raise ValueError(
-            f"{file.path} has text connectors but no text projection (text_embedding_projection.*). Choose the full "
-            "checkpoint; a text encoder alone does not supply it."
+            f"{file.path} has text connectors but no text projection (text_embedding_projection.*). Choose a file with "
+            "it as text_projection in Load LTX MGPU, or for LTX-2.5 the text encoder file that holds it."
         )
     hidden_size = values["caption_channels"]
     num_states, rest = divmod(shape[1], hidden_size)
@@ -202,7 +202,7 @@ def text_projection_input(file: CheckpointFile) -> tuple[int, int]:
     return hidden_size, num_states
 
 
-def has_text_projection(file: CheckpointFile) -> bool:
+def has_text_projection(file: Checkpoint) -> bool:
     """Tells whether the file holds the text projection; LTX-2.5 may keep it in the text encoder's file."""
     return _projection_name(transformer_values(file)) in file.components.get("connectors", {})
 
@@ -211,7 +211,7 @@ def _projection_name(values: Section) -> str:
     return "video_text_proj_in.weight" if values["uses_second_extractor"] else "text_proj_in.weight"
 
 
-def warn_unknown(file: CheckpointFile, where: str, section: Section, known: set[str] | Mapping[str, Any]) -> None:
+def warn_unknown(file: Checkpoint, where: str, section: Section, known: set[str] | Mapping[str, Any]) -> None:
     """Warns by name about config keys this program does not know, and so does not follow."""
     unknown = sorted(set(section) - set(known) - BOOKKEEPING)
     if unknown:

@@ -5,16 +5,21 @@ Imports neither diffusers nor transformers, so that a host process stays light.
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
-from .checkpoint import CheckpointFile
+from .bundle import Checkpoint, Paths, as_paths, read_checkpoint
 from .configs import has_text_projection, text_projection_input, transformer_values
+from .diffusion_vae import has_diffusion_decoder
 from .header import ContentKey, content_key
-from .text_folder import TextEncoderFacts, describe_text_encoder
+from .quantized import describe_precision, is_companion, read_quantization
+from .text_pairing import check_text_encoder, expected_gemma_version
+from .text_source import TextEncoderFacts, describe_text_encoder
 from .vae_configs import (
     audio_vae_kwargs,
+    decode_min_cells,
     scale_factors,
     upsampler_kwargs,
     video_vae_kwargs,
@@ -23,6 +28,7 @@ from .vae_configs import (
 )
 
 PUBLISHED_LATENT_MEL_BINS = 16
+_ENCODER = "encoder.conv_in.conv.weight"  # first layer of an autoencoder's encoder
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,15 @@ class ModelFacts:
     """A checkpoint and its companions.
 
     Attributes:
-        path: the checkpoint, absolute.
-        version: the metadata `model_version` ("2.3.0"), None when absent; it selects defaults, never architecture.
+        path: the file with the transformer, absolute.
+        files: all files that make the model, absolute, the chosen checkpoint first.
+        layout: "one file" for a whole model, "split" where the transformer's file has no video autoencoder.
+        version: the metadata `model_version` ("2.3.0"), or the published version its shapes told where there is no
+            metadata; None where neither is. It selects defaults, never architecture.
         generation: "2.0", "2.3" or "2.5", by architecture.
+        precision: how the transformer is stored, see quantized.describe_precision.
         components: names of the parts the checkpoint holds, see keymaps.COMPONENTS.
-        is_distilled: True or False where the file's name says so ("distilled", "dev"), else None.
+        is_distilled: True or False where name or metadata say so ("distilled", "dev"), else None.
         parameters: number of transformer parameters.
         num_layers, num_heads, audio_num_heads: of the transformer.
         video_channels: channels of a video latent (B, C, F, H, W).
@@ -46,12 +56,18 @@ class ModelFacts:
         text_hidden_size, text_num_states: what the text projection takes (3840 and 49); None without text projection.
         decode_min_cells: the smallest side, in latent cells, of a tile that the video autoencoder can decode.
         upsample_scale: factor of the latent upsampler; None when there is none.
-        text_encoder: facts of the text encoder folder; None when none was given.
+        text_encoder: facts of the text encoder; None when none was given.
+        gemma_version: the text encoder version that the transformer was trained with; None where it does not say.
+        has_video_encoder, has_audio_encoder: whether pictures and sound can be turned into latents.
+        has_diffusion_decoder: whether the video autoencoder decodes by diffusion, as LTX-2.5's.
     """
 
     path: str
+    files: tuple[str, ...]
+    layout: str
     version: str | None
     generation: str
+    precision: str
     components: tuple[str, ...]
     is_distilled: bool | None
     parameters: int
@@ -71,26 +87,40 @@ class ModelFacts:
     decode_min_cells: int = 1
     upsample_scale: float | None = None
     text_encoder: TextEncoderFacts | None = None
+    gemma_version: str | None = None
+    has_video_encoder: bool = False
+    has_audio_encoder: bool = False
+    has_diffusion_decoder: bool = False
+
+    @property
+    def version_tuple(self) -> tuple[int, ...]:
+        """The version as numbers to compare; the oldest where the file tells none, as officially."""
+        return version_numbers(self.version)
+
+    @property
+    def image_crf(self) -> int:
+        """The H.264 quality at which pictures are re-compressed before they condition a clip, by version."""
+        return 18 if self.version_tuple >= (2, 4) else 33
 
     def require(self, component: str) -> None:
         """Raises ValueError when the checkpoint lacks a component or it is of a kind that is not supported.
 
-        Lets a job say so before it starts; reads the header once per file and component.
+        Lets a job say so before it starts; reads the headers once per set of files and component.
         """
-        _require(content_key(self.path), component)
+        _require(tuple(content_key(path) for path in self.files), component)
 
 
 def describe(
-    checkpoint_path: str | os.PathLike,
+    checkpoint_paths: Paths,
     upsampler_path: str | os.PathLike | None = None,
     text_encoder_path: str | os.PathLike | None = None,
 ) -> ModelFacts:
-    """Reads headers and returns what the model is; unchanged files are read once per process.
+    """Reads headers and returns what the model is, of one file or several; unchanged files are read once per process.
 
     Raises ValueError with one sentence for broken files and for companions that do not fit the checkpoint.
     """
     return _describe(
-        content_key(checkpoint_path),
+        tuple(content_key(path) for path in as_paths(checkpoint_paths)),
         None if upsampler_path is None else content_key(upsampler_path),
         None if text_encoder_path is None else describe_text_encoder(text_encoder_path),
     )
@@ -98,10 +128,11 @@ def describe(
 
 @lru_cache(maxsize=8)
 def _describe(
-    checkpoint_key: ContentKey, upsampler_key: ContentKey | None, text_encoder: TextEncoderFacts | None
+    checkpoint_keys: tuple[ContentKey, ...], upsampler_key: ContentKey | None, text_encoder: TextEncoderFacts | None
 ) -> ModelFacts:
-    file = CheckpointFile(checkpoint_key[0])
+    file = _open(checkpoint_keys)
     shapes = file.shapes("transformer")
+    file.check_files()
     values = transformer_values(file)
     channels, mel_bins, rate = _audio_latent(file, values["audio_in_channels"])
     hidden_size, num_states = text_projection_input(file) if has_text_projection(file) else (None, None)
@@ -109,11 +140,14 @@ def _describe(
         check_text_encoder(text_encoder, file)
     return ModelFacts(
         path=file.path,
-        version=file.model_version,
+        files=tuple(part.path for part in file.files),
+        layout="one file" if "video_vae" in file.supplier("transformer").components else "split",
+        version=model_version(file),
         generation=_generation(values, shapes),
+        precision=describe_precision(file, "transformer"),
         components=tuple(file.components),
-        is_distilled=_distilled_hint(file.path),
-        parameters=sum(file.keys[source].numel for source in file.component("transformer").values()),
+        is_distilled=distilled_hint(file.path, file.metadata),
+        parameters=count_parameters(file, "transformer"),
         num_layers=values["num_layers"],
         num_heads=values["num_attention_heads"],
         audio_num_heads=values["audio_num_attention_heads"],
@@ -127,45 +161,75 @@ def _describe(
         sample_rate=vocoder_sample_rate(file) if "vocoder" in file.config else None,
         text_hidden_size=hidden_size,
         text_num_states=num_states,
-        decode_min_cells=_decode_min_cells(file),
+        decode_min_cells=decode_min_cells(file),
         upsample_scale=None if upsampler_key is None else _upsample_scale(upsampler_key[0], values["in_channels"]),
         text_encoder=text_encoder,
+        gemma_version=expected_gemma_version(file),
+        has_video_encoder=_ENCODER in file.components.get("video_vae", {}),
+        has_audio_encoder=_ENCODER in file.components.get("audio_vae", {}),
+        has_diffusion_decoder=has_diffusion_decoder(file),
     )
 
 
-def _decode_min_cells(file: CheckpointFile) -> int:
-    """A decoder that pads by reflection needs two cells a side; 1 where the file's decoder is not one we build."""
-    section = file.config.get("vae", {})
-    # as video_vae_kwargs reads it, but without refusing the file: it may hold another kind of decoder
-    return 2 if "video_vae" in file.components and not section.get("spatial_padding_mode") else 1
-
-
 @lru_cache(maxsize=32)
-def _require(checkpoint_key: ContentKey, component: str) -> None:
-    file = CheckpointFile(checkpoint_key[0])
-    file.component(component)
+def _require(checkpoint_keys: tuple[ContentKey, ...], component: str) -> None:
+    file = _open(checkpoint_keys)
+    read_quantization(file, component)
     _CONFIG_READERS[component](file)
 
 
-_CONFIG_READERS: dict[str, Callable[[CheckpointFile], object]] = {
+def _open(keys: tuple[ContentKey, ...]) -> Checkpoint:
+    return read_checkpoint([path for path, _, _ in keys])
+
+
+def _check_connectors(file: Checkpoint) -> None:
+    """Raises ValueError where the text projection or the connectors are missing: they may be in two files."""
+    text_projection_input(file)
+    if not any(name.startswith("video_connector.") for name in file.component("connectors")):
+        raise ValueError(
+            f"{file.where('connectors')} has the text projection but no text connectors (*_embeddings_connector.*). "
+            "Choose a file with both as text_projection in Load LTX MGPU."
+        )
+
+
+_CONFIG_READERS: dict[str, Callable[[Checkpoint], object]] = {
     "transformer": transformer_values,
-    "connectors": text_projection_input,
+    "connectors": _check_connectors,
     "video_vae": video_vae_kwargs,
     "audio_vae": audio_vae_kwargs,
     "vocoder": vocoder_kwargs,
     "upsampler": upsampler_kwargs,
+    "duration_head": lambda file: file.config_section("duration_head"),
 }
 
 
-def check_text_encoder(encoder: TextEncoderFacts, file: CheckpointFile) -> None:
-    """Raises ValueError when a text encoder does not fit a checkpoint's text projection, or when it has none."""
-    hidden_size, num_states = text_projection_input(file)
-    if (encoder.hidden_size, encoder.num_states) != (hidden_size, num_states):
-        raise ValueError(
-            f"The text encoder {encoder.path} has hidden size {encoder.hidden_size} and {encoder.num_states} hidden "
-            f"states, but {file.path} was made for hidden size {hidden_size} and {num_states} states"
-            f"{' (Gemma 3 12B)' if (hidden_size, num_states) == (3840, 49) else ''}. Choose the matching text encoder."
-        )
+def version_numbers(version: str | None) -> tuple[int, ...]:
+    """Returns the numbers of a version such as "2.3.0" or "2.4.0-rc1"; (2, 0) for None or words."""
+    numbers: list[int] = []
+    for part in (version or "").replace("-", ".").split("."):
+        digits = re.match(r"\d+", part)
+        if digits is None:
+            break
+        numbers.append(int(digits[0]))
+        if digits[0] != part:
+            break
+    return tuple(numbers) or (2, 0)
+
+
+def model_version(file: Checkpoint) -> str | None:
+    """Returns the metadata `model_version`, else the version that the shapes told of a file without config."""
+    return file.model_version or file.inferred.get("transformer")
+
+
+def count_parameters(file: Checkpoint, component: str) -> int:
+    """Counts a component's parameters; scales of quantised weights are none."""
+    quantized = read_quantization(file, component)
+    shapes = file.shapes(component)
+    return sum(
+        prod(quantized[name].shape if name in quantized else shape)
+        for name, shape in shapes.items()
+        if not is_companion(name)
+    )
 
 
 def _generation(values: dict, shapes: dict[str, tuple[int, ...]]) -> str:
@@ -175,15 +239,15 @@ def _generation(values: dict, shapes: dict[str, tuple[int, ...]]) -> str:
     return "2.3" if values["cross_attention_adaln"] else "2.0"
 
 
-def _distilled_hint(path: str) -> bool | None:
-    """Reads the kind of a published file from its name (ltx-2-19b-distilled, ltx-2-19b-dev)."""
-    words = re.split(r"[^a-z0-9]+", os.path.basename(path).lower())
+def distilled_hint(path: str, metadata: Mapping[str, str]) -> bool | None:
+    """Reads the kind of a file from its name (ltx-2-19b-distilled, ltx-2-19b-dev) or its metadata `variant`."""
+    words = re.split(r"[^a-z0-9]+", f"{os.path.basename(path)} {metadata.get('variant', '')}".lower())
     if "distilled" in words:
         return True
     return False if "dev" in words else None
 
 
-def _audio_latent(file: CheckpointFile, token_width: int) -> tuple[int, int, float]:
+def _audio_latent(file: Checkpoint, token_width: int) -> tuple[int, int, float]:
     """Returns channels and mel bins of an audio latent and its frames per second.
 
     A file without an audio autoencoder's config is taken to use the published 16 bins at 25 frames a second.
@@ -207,7 +271,7 @@ def _context_width(values: dict, connector: str) -> int:
 
 def _upsample_scale(path: str, video_channels: int) -> float:
     """Returns the spatial factor of an upsampler file; raises ValueError when it does not fit the checkpoint."""
-    file = CheckpointFile(path)
+    file = read_checkpoint(path)
     file.component("upsampler")
     kwargs = upsampler_kwargs(file)
     if kwargs["in_channels"] != video_channels:

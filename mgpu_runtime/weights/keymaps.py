@@ -1,10 +1,11 @@
-"""Maps Lightricks' tensor names to the names of the `diffusers` modules, component by component.
+"""Maps the tensor names of Lightricks' files, and of those split out of them, to the names of the `diffusers` modules.
 
-Pure functions of names. The tables follow the layouts of the published LTX-2.0, 2.3 and 2.5 files.
+Pure functions of names and shapes. The tables follow the layouts of the published LTX-2.0, 2.3 and 2.5 files.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 # Component -> how a sentence calls it.
 COMPONENTS = {
@@ -14,10 +15,23 @@ COMPONENTS = {
     "audio_vae": "audio autoencoder",
     "vocoder": "vocoder",
     "upsampler": "latent upsampler",
+    "duration_head": "duration head",
+}
+
+# Component -> the input of Load LTX MGPU that names a file with it.
+SLOTS = {
+    "transformer": "checkpoint",
+    "connectors": "text_projection",
+    "video_vae": "video_vae",
+    "audio_vae": "audio_vae",
+    "vocoder": "audio_vae",
+    "upsampler": "upsampler",
+    "duration_head": "duration_head",
 }
 
 TRANSFORMER_PREFIX = "model.diffusion_model."
 
+_INNER_PREFIXES = (TRANSFORMER_PREFIX, "diffusion_model.", "transformer.")  # what may stand before a known root
 _PREFIXES = {"vae.": "video_vae", "audio_vae.": "audio_vae", "vocoder.": "vocoder"}
 _CONNECTOR_ROOTS = ("text_embedding_projection", "video_embeddings_connector", "audio_embeddings_connector")
 _UPSAMPLER_ROOTS = (
@@ -28,6 +42,19 @@ _UPSAMPLER_ROOTS = (
     "post_upsample_res_blocks",
     "final_conv",
 )
+_AUTOENCODER_ROOTS = ("encoder", "decoder", "per_channel_statistics")
+_GENERATOR_ROOTS = ("conv_pre", "ups", "resblocks", "conv_post", "act_post")
+_EXTENSION_ROOTS = ("bwe_generator", "mel_stft")
+_DURATION_ROOTS = (
+    "video_input_proj",
+    "video_modality_emb",
+    "audio_input_proj",
+    "audio_modality_emb",
+    "attention_pooler",
+    "mlp_hidden",
+    "mlp_out",
+)
+_FP8_MARKER = "scaled_fp8"  # says of the file's other tensors that they are scaled
 
 # First part of a transformer tensor's name, original -> diffusers.
 _TRANSFORMER_ROOTS = {
@@ -59,6 +86,12 @@ _BLOCK_PARTS = {
     "scale_shift_table_a2v_ca_audio": "audio_a2v_cross_attn_scale_shift_table",
 }
 
+_VIDEO_PARTS = {
+    ".res_blocks.": ".resnets.",
+    "decoder.last_time_embedder.": "decoder.time_embedder.",
+    "decoder.last_scale_shift_table": "decoder.scale_shift_table",
+}
+
 _STATISTICS = {
     "per_channel_statistics.mean-of-means": "latents_mean",
     "per_channel_statistics.std-of-means": "latents_std",
@@ -68,37 +101,100 @@ _STATISTICS = {
 }
 
 
-def map_key(name: str, *, encoder_levels: int = 4) -> tuple[str | None, str | None]:
+@dataclass(frozen=True)
+class Naming:
+    """How one file names its tensors, where names alone do not tell.
+
+    Attributes:
+        encoder_levels: how often the video encoder downsamples.
+        autoencoder: the component that names without a prefix (`encoder.*`, `decoder.*`) belong to; None when unknown.
+        is_bare_vocoder: whether the two-stage vocoder stands without its prefix, so that `vocoder.*` is its first part.
+        has_transformer: whether the file holds a transformer.
+    """
+
+    encoder_levels: int = 4
+    autoencoder: str | None = None
+    is_bare_vocoder: bool = False
+    has_transformer: bool = True
+
+
+def read_naming(shapes: Mapping[str, tuple[int, ...]]) -> Naming:
+    """Finds out how a file names its tensors; `shapes` are all of the file's, by its own names."""
+    roots = {name.split(".", 1)[0] for name in shapes}
+    return Naming(
+        encoder_levels=_count_encoder_levels(shapes),
+        autoencoder=_bare_autoencoder(shapes) if "per_channel_statistics" in roots else None,
+        is_bare_vocoder=bool(roots.intersection(_EXTENSION_ROOTS)),
+        has_transformer=any(name.endswith("patchify_proj.weight") for name in shapes),
+    )
+
+
+def map_key(name: str, naming: Naming | None = None) -> tuple[str | None, str | None]:
     """Returns (component, the module's tensor name) for a tensor name of a file.
 
     The component is None for a tensor of nothing known; the name is None for one that is known and not needed.
-    `encoder_levels` is how often the video encoder downsamples, see count_encoder_levels.
+    `naming` is what read_naming says of the file; the default is a published file's.
     """
-    component, rest = _split(name)
+    naming = naming or Naming()
+    component, rest = _split(name, naming)
     if component is None:
         return None, None
     if component == "video_vae":
-        rest = rest.replace(f"encoder.down_blocks.{2 * encoder_levels}.", "encoder.mid_block.")
+        rest = rest.replace(f"encoder.down_blocks.{2 * naming.encoder_levels}.", "encoder.mid_block.")
     return component, _RULES[component](rest)
 
 
-def count_encoder_levels(names: Iterable[str]) -> int:
+def _count_encoder_levels(names: Iterable[str]) -> int:
     """Counts the downsamplers of the video encoder: the odd blocks, which always have tensors."""
-    blocks = (re.match(r"vae\.encoder\.down_blocks\.(\d*[13579])\.", name) for name in names)
+    blocks = (re.match(r"(?:vae\.)?encoder\.down_blocks\.(\d*[13579])\.", name) for name in names)
     return len({block[1] for block in blocks if block})
 
 
-def _split(name: str) -> tuple[str | None, str]:
+def _bare_autoencoder(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Tells video (convolutions in time) from sound by the first layer of encoder or decoder."""
+    first = {name: shape for name, shape in shapes.items() if re.match(r"(en|de)coder\.conv_in[._].*weight$", name)}
+    ranks = {len(shape) for shape in first.values()}
+    if 5 in ranks or "decoder.conv_in_x_t.weight" in first:  # the latter is the diffusion decoder's
+        return "video_vae"
+    return "audio_vae" if 4 in ranks else None
+
+
+def _split(name: str, naming: Naming) -> tuple[str | None, str]:
     """Finds the component a tensor belongs to and strips its prefix."""
-    inside = name.removeprefix(TRANSFORMER_PREFIX)
-    root = inside.split(".", 1)[0]
+    for prefix in _INNER_PREFIXES:
+        component, rest = _inner(name.removeprefix(prefix)) if name.startswith(prefix) else (None, name)
+        if component is not None:
+            return component, rest
+    if name.startswith(TRANSFORMER_PREFIX):
+        return "transformer", name.removeprefix(TRANSFORMER_PREFIX)  # an unknown part of it, to be reported as such
+    component, rest = _inner(name)
+    return (component, rest) if component is not None else _outer(name, naming)
+
+
+def _inner(name: str) -> tuple[str | None, str]:
+    """Finds the component of a tensor that may stand under the transformer's prefix."""
+    root, _, rest = name.partition(".")
     if root in _CONNECTOR_ROOTS:
-        return "connectors", inside
-    if inside != name or root in _TRANSFORMER_ROOTS:
-        return "transformer", inside
+        return "connectors", name
+    if root == "duration_head":
+        return "duration_head", rest
+    if root in _DURATION_ROOTS:
+        return "duration_head", name
+    return ("transformer", name) if root in _TRANSFORMER_ROOTS else (None, name)
+
+
+def _outer(name: str, naming: Naming) -> tuple[str | None, str]:
+    """Finds the component of a tensor that never stands under the transformer's prefix."""
+    root = name.split(".", 1)[0]
+    if root in _GENERATOR_ROOTS or root in _EXTENSION_ROOTS or (root == "vocoder" and naming.is_bare_vocoder):
+        return "vocoder", name
     for prefix, component in _PREFIXES.items():
         if name.startswith(prefix):
             return component, name[len(prefix) :]  # one prefix only: 2.3 has vocoder.vocoder.*
+    if root in _AUTOENCODER_ROOTS and naming.autoencoder is not None:
+        return naming.autoencoder, name
+    if name == _FP8_MARKER and naming.has_transformer:
+        return "transformer", name
     return ("upsampler", name) if root in _UPSAMPLER_ROOTS else (None, name)
 
 
@@ -120,7 +216,8 @@ def _video_vae(name: str) -> str | None:
     name = _STATISTICS.get(name, name)
     if name is None:
         return None
-    name = name.replace(".res_blocks.", ".resnets.")
+    for part, target in _VIDEO_PARTS.items():
+        name = name.replace(part, target)
     return re.sub(r"^(encoder\.down|decoder\.up)_blocks\.(\d+)\.", _video_vae_level, name)
 
 
@@ -155,6 +252,14 @@ def _upsampler(name: str) -> str:
     return name
 
 
+def _duration_head(name: str) -> str:
+    """Renames the attention; its fused query, key and value stay one tensor, `attention_pooler.to_qkv.*`."""
+    renamed = {"cross_attn.in_proj_": "to_qkv.", "cross_attn.out_proj.": "to_out."}
+    for old, new in renamed.items():
+        name = name.replace(f"attention_pooler.{old}", f"attention_pooler.{new}")
+    return name
+
+
 _RULES: dict[str, Callable[[str], str | None]] = {
     "transformer": _transformer,
     "connectors": _connectors,
@@ -162,4 +267,5 @@ _RULES: dict[str, Callable[[str], str | None]] = {
     "audio_vae": _audio_vae,
     "vocoder": _vocoder,
     "upsampler": _upsampler,
+    "duration_head": _duration_head,
 }

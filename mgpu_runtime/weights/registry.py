@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .bundle import Checkpoint, Path, Paths, as_paths
 from .checkpoint import CheckpointFile
 from .header import content_key
 
@@ -17,15 +18,22 @@ StateDict = dict[str, Tensor]
 
 @dataclass
 class _OpenFile:
-    """A file's header, its mapping and the state dicts made of it so far."""
+    """A file's header and its mapping."""
 
     checkpoint: CheckpointFile
     mapping: safe_open | None = None
+
+
+@dataclass
+class _OpenBundle:
+    """A model's files and the state dicts made of them so far."""
+
+    checkpoint: Checkpoint
     states: dict[str, StateDict] = field(default_factory=dict)
 
 
 class StateDictRegistry:
-    """Gives state dicts of checkpoint files; each file is opened and mapped once per process.
+    """Gives state dicts of checkpoints, each one file or several; each file is opened and mapped once per process.
 
     The tensors are views of a private mapping: their pages are the kernel's file cache, shared by all processes that
     map the file. Never write into them in place, that would make private copies and change the registry's own.
@@ -35,47 +43,62 @@ class StateDictRegistry:
     def __init__(self) -> None:
         self.files_read = 0
         self._files: dict[str, _OpenFile] = {}
+        self._bundles: dict[tuple[str, ...], _OpenBundle] = {}
 
-    def checkpoint(self, path: str | os.PathLike) -> CheckpointFile:
-        """Returns the file's header, read once; raises ValueError in one sentence when the file is broken."""
-        return self._open(path).checkpoint
+    def checkpoint(self, paths: Paths) -> Checkpoint:
+        """Reads the headers of one path or several as one model; raises ValueError in one sentence."""
+        return self._bundle(paths).checkpoint
 
-    def get(self, path: str | os.PathLike, component: str) -> StateDict:
-        """Returns {the module's tensor name: mapped CPU tensor in the file's dtype} of one component of a file.
+    def get(self, paths: Paths, component: str) -> StateDict:
+        """Returns {the module's tensor name: mapped CPU tensor as the file holds it} of one component.
 
         Component names are those of keymaps.COMPONENTS. The dict is the caller's own, the tensors are shared.
-        Raises ValueError when the file lacks the component.
+        Raises ValueError when no file holds the component.
         """
-        file = self._open(path)
-        if component not in file.states:
-            names = file.checkpoint.component(component)
-            mapping = self._map(file)
-            file.states[component] = {target: mapping.get_tensor(source) for target, source in names.items()}
-        return dict(file.states[component])
+        bundle = self._bundle(paths)
+        if component not in bundle.states:
+            names = bundle.checkpoint.component(component)
+            bundle.states[component] = {
+                target: self._map(bundle.checkpoint.file_of(component, target)).get_tensor(source)
+                for target, source in names.items()
+            }
+        return dict(bundle.states[component])
 
-    def forget(self, path: str | os.PathLike | None = None) -> None:
+    def forget(self, path: Path | None = None) -> None:
         """Drops one file or all; mappings end when the last tensor made of them is gone."""
         if path is None:
             self._files.clear()
-        else:
-            self._files.pop(os.path.abspath(os.fspath(path)), None)
+            self._bundles.clear()
+            return
+        absolute = os.path.abspath(os.fspath(path))
+        self._files.pop(absolute, None)
+        self._bundles = {paths: bundle for paths, bundle in self._bundles.items() if absolute not in paths}
 
-    def _open(self, path: str | os.PathLike) -> _OpenFile:
+    def _bundle(self, paths: Paths) -> _OpenBundle:
+        files = tuple(self._open(path).checkpoint for path in as_paths(paths))
+        key = tuple(file.path for file in files)
+        bundle = self._bundles.get(key)
+        if bundle is None or bundle.checkpoint.files != tuple(dict.fromkeys(files)):  # compared by identity
+            bundle = self._bundles[key] = _OpenBundle(Checkpoint(files))
+        return bundle
+
+    def _open(self, path: Path) -> _OpenFile:
         key = content_key(path)
         file = self._files.get(key[0])
         if file is None or file.checkpoint.content_key != key:
             file = self._files[key[0]] = _OpenFile(CheckpointFile(path))
         return file
 
-    def _map(self, file: _OpenFile) -> safe_open:
+    def _map(self, checkpoint: CheckpointFile) -> safe_open:
+        file = self._files[checkpoint.path]
         if file.mapping is None:
-            path = file.checkpoint.path
+            path = checkpoint.path
             try:
                 file.mapping = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} cannot be mapped: {error}. Download or copy it again.") from error
             self.files_read += 1
-            log.info("Mapped %s (%.1f GB).", path, file.checkpoint.content_key[2] / 1e9)
+            log.info("Mapped %s (%.1f GB).", path, checkpoint.content_key[2] / 1e9)
         return file.mapping
 
 

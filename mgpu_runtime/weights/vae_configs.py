@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from .checkpoint import CheckpointFile
+from .bundle import Checkpoint
 from .configs import Section, require, warn_unknown
+from .diffusion_vae import diffusion_decoder_kwargs, diffusion_min_grid, diffusion_scale_factors, has_diffusion_decoder
 
-CONV_VAE = "CausalVideoAutoencoder"
 PUBLISHED_SCALE_FACTORS = (8, 32, 32)
 
 # Kind of a resampling block -> how `diffusers` calls it.
@@ -29,6 +29,20 @@ _VIDEO_KEYS = {
     "timestep_conditioning",
     "decoder_base_channels",
 }
+_ENCODER_KEYS = {
+    "dims",
+    "in_channels",
+    "out_channels",
+    "base_channels",
+    "patch_size",
+    "norm_layer",
+    "latent_log_var",
+    "latent_log_var_value",  # a variance, and only means are used
+    "blocks",
+    "encoder_blocks",
+    "spatial_padding_mode",
+}
+_VIDEO_CONSTANTS = {"dims": 3, "norm_layer": "pixel_norm"}
 _LATENT_MEL_FACTOR = 4  # three levels, two of them downsample; `diffusers` has it fixed
 
 
@@ -43,51 +57,92 @@ class _Level:
     residual: bool
 
 
-def video_vae_kwargs(file: CheckpointFile) -> dict[str, Any]:
-    """Returns the constructor arguments of AutoencoderKLLTX2Video; raises ValueError for a layout it cannot express."""
-    section = _conv_section(file)
+class MelLayout(NamedTuple):
+    """How sound becomes the spectrogram that the audio autoencoder takes: samples per second, window, hop, mel bins."""
+
+    rate: int
+    window: int
+    hop: int
+    bins: int
+
+
+def video_vae_kwargs(file: Checkpoint) -> dict[str, Any]:
+    """Returns the constructor arguments of AutoencoderKLLTX2Video; raises ValueError for a layout it cannot express.
+
+    For a file with a diffusion decoder only the encoder's are given: the decoder is another class, see diffusion_vae.
+    """
+    if has_diffusion_decoder(file):
+        return _diffusion_encoder_kwargs(file)
+    section = file.config_section("vae")
     warn_unknown(file, "vae", section, _VIDEO_KEYS)
-    require(section, {"dims": 3, "norm_layer": "pixel_norm", "latent_log_var": "uniform"}, f"{file.path}: vae")
-    if section.get("timestep_conditioning", True):
-        raise ValueError(f"{file.path}: the video decoder is conditioned on a timestep, which is not supported.")
-    latent = section.get("latent_channels", 128)
-    patch = section.get("patch_size", 4)
-    encoder = _levels(file, "encoder_blocks", "_res", multiplier=2)
-    decoder = _levels(file, "decoder_blocks", "", multiplier=1)
-    time, height, _ = scale_factors(file)
+    require(section, _VIDEO_CONSTANTS, f"{file.path}: vae")
+    decoder = _levels(file, "decoder_blocks", section.get("decoder_blocks"), "", multiplier=1)
+    if any(level.inject_noise for level in decoder):
+        raise ValueError(f"{file.path}: the video decoder's blocks draw noise (inject_noise), which is not supported.")
+    frames, side, _ = scale_factors(file)
     padding = section.get("spatial_padding_mode")
     return {
-        "in_channels": section.get("in_channels", 3),
-        "out_channels": section.get("out_channels", 3),
-        "latent_channels": latent,
-        "patch_size": patch,
-        **_encoder_kwargs(encoder, latent),
+        **_encoder_kwargs(file, section, "encoder_blocks", section.get("latent_channels", 128)),
         **_decoder_kwargs(decoder, section.get("decoder_base_channels", 128)),
-        "encoder_causal": True,
+        "out_channels": section.get("out_channels", 3),
         "decoder_causal": section.get("causal_decoder", False),
+        "timestep_conditioning": section.get("timestep_conditioning", True),
         # A present spatial_padding_mode rules both sides.
         "encoder_spatial_padding_mode": padding or section.get("encoder_spatial_padding_mode", "zeros"),
         "decoder_spatial_padding_mode": padding or "reflect",
-        "spatial_compression_ratio": height,
-        "temporal_compression_ratio": time,
+        "spatial_compression_ratio": side,
+        "temporal_compression_ratio": frames,
     }
 
 
-def scale_factors(file: CheckpointFile) -> tuple[int, int, int]:
-    """Returns how many (frames, rows, columns) one latent cell stands for, from the decoder's block list.
+def encoded_channels(file: Checkpoint) -> int:
+    """Returns how many channels the video encoder puts out: the latent's means, and what it says of their variance."""
+    section = file.config_section("vae")
+    if has_diffusion_decoder(file):
+        section = _encoder_section(file, section)
+        latent = section.get("out_channels", 128)
+    else:
+        latent = section.get("latent_channels", 128)
+    kind = section.get("latent_log_var", "uniform")
+    extra = {"uniform": 1, "constant": 1, "per_channel": latent, "none": 0}
+    if kind not in extra:
+        raise ValueError(f"{file.path}: vae latent_log_var is {kind!r}, but only {', '.join(extra)} are supported.")
+    return latent + extra[kind]
 
-    The published (8, 32, 32) for a file without a convolutional autoencoder.
+
+def scale_factors(file: Checkpoint) -> tuple[int, int, int]:
+    """Returns how many (frames, rows, columns) one latent cell stands for, from the decoder's layout.
+
+    The published (8, 32, 32) for a file that tells no such layout.
     """
     section = file.config.get("vae") or {}
-    if section.get("_class_name", CONV_VAE) != CONV_VAE or "decoder_blocks" not in section:
+    if has_diffusion_decoder(file):
+        is_told = isinstance(section.get("decoder"), dict)
+        return diffusion_scale_factors(diffusion_decoder_kwargs(file)) if is_told else PUBLISHED_SCALE_FACTORS
+    if "decoder_blocks" not in section:
         return PUBLISHED_SCALE_FACTORS
-    levels = _levels(file, "decoder_blocks", "", multiplier=1)
+    levels = _levels(file, "decoder_blocks", section["decoder_blocks"], "", multiplier=1)
     kinds = [level.resampler for level in levels]
     space = section.get("patch_size", 4) * 2 ** (kinds.count("spatial") + kinds.count("spatiotemporal"))
     return 2 ** (kinds.count("temporal") + kinds.count("spatiotemporal")), space, space
 
 
-def audio_vae_kwargs(file: CheckpointFile) -> dict[str, Any]:
+def decode_min_cells(file: Checkpoint) -> int:
+    """Returns the smallest side, in latent cells, of a tile that the video decoder can take.
+
+    A decoder that pads by reflection needs two cells; a diffusion decoder the width of its attention windows, though
+    it pads a whole clip that is smaller. 1 where the file has no video autoencoder.
+    """
+    section = file.config.get("vae") or {}
+    if "video_vae" not in file.components:
+        return 1
+    if has_diffusion_decoder(file):
+        is_told = isinstance(section.get("decoder"), dict)
+        return max(diffusion_min_grid(diffusion_decoder_kwargs(file))[1:]) if is_told else 1
+    return 2 if (section.get("spatial_padding_mode") or "reflect") == "reflect" else 1
+
+
+def audio_vae_kwargs(file: Checkpoint) -> dict[str, Any]:
     """Returns the constructor arguments of AutoencoderKLLTX2Audio."""
     section = file.config_section("audio_vae")
     params = section.get("model", {}).get("params", {})
@@ -129,12 +184,19 @@ def audio_vae_kwargs(file: CheckpointFile) -> dict[str, Any]:
     }
 
 
-def has_bandwidth_extension(file: CheckpointFile) -> bool:
+def mel_layout(file: Checkpoint) -> MelLayout:
+    """Returns how sound must be turned into a spectrogram for this file's audio autoencoder."""
+    kwargs = audio_vae_kwargs(file)
+    window = file.config_section("audio_vae").get("preprocessing", {}).get("stft", {}).get("filter_length", 1024)
+    return MelLayout(kwargs["sample_rate"], window, kwargs["mel_hop_length"], kwargs["mel_bins"])
+
+
+def has_bandwidth_extension(file: Checkpoint) -> bool:
     """Tells LTX-2.3's two-stage vocoder (16 to 48 kHz) from LTX-2.0's plain one."""
     return "bwe" in file.config_section("vocoder")
 
 
-def vocoder_kwargs(file: CheckpointFile) -> dict[str, Any]:
+def vocoder_kwargs(file: Checkpoint) -> dict[str, Any]:
     """Returns the constructor arguments of LTX2VocoderWithBWE or LTX2Vocoder, see has_bandwidth_extension."""
     section = file.config_section("vocoder")
     if "bwe" not in section:
@@ -157,12 +219,12 @@ def vocoder_kwargs(file: CheckpointFile) -> dict[str, Any]:
     }
 
 
-def vocoder_sample_rate(file: CheckpointFile) -> int:
+def vocoder_sample_rate(file: Checkpoint) -> int:
     """Returns the samples per second of the finished sound."""
     return vocoder_kwargs(file)["output_sampling_rate"]
 
 
-def upsampler_kwargs(file: CheckpointFile) -> dict[str, Any]:
+def upsampler_kwargs(file: Checkpoint) -> dict[str, Any]:
     """Returns the constructor arguments of LTX2LatentUpsamplerModel; the fields are at the top of the config."""
     config = file.config
     defaults = {
@@ -181,21 +243,40 @@ def upsampler_kwargs(file: CheckpointFile) -> dict[str, Any]:
     }
 
 
-def _conv_section(file: CheckpointFile) -> Section:
-    """Returns the vae section; raises ValueError for LTX-2.5's diffusion decoder."""
+def _diffusion_encoder_kwargs(file: Checkpoint) -> dict[str, Any]:
+    """Returns the encoder's arguments of a file with a diffusion decoder, and checks the decoder's."""
     section = file.config_section("vae")
-    kind = section.get("_class_name", CONV_VAE)
-    if kind != CONV_VAE:
+    decoder = diffusion_decoder_kwargs(file)
+    encoder = _encoder_section(file, section)
+    warn_unknown(file, "vae.encoder", encoder, _ENCODER_KEYS)
+    require({**section, **encoder}, _VIDEO_CONSTANTS, f"{file.path}: vae.encoder")
+    blocks = "blocks" if "blocks" in encoder else "encoder_blocks"
+    latent = encoder.get("out_channels", decoder["latent_channels"])
+    if latent != decoder["latent_channels"]:
         raise ValueError(
-            f"{file.path}: the video autoencoder is a {kind!r} (a diffusion decoder), which is not supported. "
-            "Choose a checkpoint with the convolutional one."
+            f"{file.path}: the video encoder makes latents of {latent} channels, the decoder takes "
+            f"{decoder['latent_channels']}. The config does not fit itself."
         )
-    return section
+    padding = encoder.get("spatial_padding_mode", section.get("encoder_spatial_padding_mode", "zeros"))
+    return {
+        **_encoder_kwargs(file, encoder, blocks, latent),
+        "encoder_spatial_padding_mode": padding,
+        "spatial_compression_ratio": decoder["spatial_compression_ratio"],
+        "temporal_compression_ratio": decoder["temporal_compression_ratio"],
+    }
 
 
-def _levels(file: CheckpointFile, key: str, suffix: str, *, multiplier: int) -> list[_Level]:
+def _encoder_section(file: Checkpoint, section: Section) -> Section:
+    """Returns the `encoder` part of the vae section of a file with a diffusion decoder."""
+    encoder = section.get("encoder")
+    if not isinstance(encoder, dict):
+        raise ValueError(f"{file.path} has no vae.encoder section in its config. Choose the original file.")
+    return encoder
+
+
+def _levels(file: Checkpoint, key: str, blocks: list | None, suffix: str, *, multiplier: int) -> list[_Level]:
     """Reads a block list (res_x, compress_*, res_x, ... res_x) as levels, in the order of the file."""
-    blocks = _conv_section(file).get(key) or []
+    blocks = blocks or []
     names = [block[0] for block in blocks]
     expected = [name in ("res_x", *(kind + suffix for kind in _RESAMPLERS)) for name in names]
     alternates = len(names) % 2 == 1 and all((name == "res_x") == (i % 2 == 0) for i, name in enumerate(names))
@@ -203,6 +284,8 @@ def _levels(file: CheckpointFile, key: str, suffix: str, *, multiplier: int) -> 
         raise ValueError(
             f"{file.path}: vae.{key} is {names}, but only res_x and compress_*{suffix} in turn are supported."
         )
+    # a number alone is the number of layers
+    blocks = [(name, {"num_layers": options} if isinstance(options, int) else options) for name, options in blocks]
     levels = []
     for (_, layers), (name, resample) in zip(blocks[::2], [*blocks[1::2], (None, {})], strict=True):
         warn_unknown(file, f"vae.{key}", layers, {"num_layers", "inject_noise"})
@@ -220,16 +303,21 @@ def _levels(file: CheckpointFile, key: str, suffix: str, *, multiplier: int) -> 
     return levels
 
 
-def _encoder_kwargs(levels: list[_Level], latent_channels: int) -> dict[str, Any]:
-    """Returns the encoder's lists, pixel end first; its first level is as wide as the latent."""
+def _encoder_kwargs(file: Checkpoint, section: Section, key: str, latent_channels: int) -> dict[str, Any]:
+    """Returns the encoder's arguments, lists pixel end first; its first level is as wide as the latent."""
+    levels = _levels(file, key, section.get(key), "_res", multiplier=2)
     resamplers = levels[:-1]
     widths = [latent_channels * prod(level.multiplier for level in resamplers[: i + 1]) for i in range(len(resamplers))]
     return {
+        "in_channels": section.get("in_channels", 3),
+        "latent_channels": latent_channels,
+        "patch_size": section.get("patch_size", 4),
         "block_out_channels": tuple(widths),
         "down_block_types": ("LTX2VideoDownBlock3D",) * len(resamplers),
         "layers_per_block": tuple(level.num_layers for level in levels),
         "spatio_temporal_scaling": (True,) * len(resamplers),
         "downsample_type": tuple(level.resampler for level in resamplers),
+        "encoder_causal": True,
     }
 
 
@@ -242,14 +330,14 @@ def _decoder_kwargs(levels: list[_Level], base_channels: int) -> dict[str, Any]:
         "decoder_block_out_channels": tuple(widths),
         "decoder_layers_per_block": tuple(level.num_layers for level in levels),
         "decoder_spatio_temporal_scaling": (True,) * len(resamplers),
-        "decoder_inject_noise": tuple(level.inject_noise for level in levels),
+        "decoder_inject_noise": (False,) * len(levels),
         "upsample_type": tuple(level.resampler for level in reversed(resamplers)),
         "upsample_residual": tuple(level.residual for level in resamplers),
         "upsample_factor": tuple(level.multiplier for level in resamplers),
     }
 
 
-def _generator_kwargs(file: CheckpointFile, part: str, section: Section, *, bounded: bool) -> dict[str, Any]:
+def _generator_kwargs(file: Checkpoint, part: str, section: Section, *, bounded: bool) -> dict[str, Any]:
     """Returns the arguments of one waveform generator; `bounded` clamps to -1..1 where there is no tanh."""
     where = f"{file.path}: {part}"
     kind = section.get("resblock", "1")
