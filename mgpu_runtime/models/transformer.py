@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .attention import Attend, LTXAttentionProcessor, attend_locally
 from .block import BlockStream, run_block
+from .stored import compute_dtype
 from .streams import NUM_PERTURBATION_KINDS, Keep, StreamInput, log_bias
 
 
@@ -23,6 +24,11 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.use_attention()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in, whatever its weights are stored in."""
+        return compute_dtype(self)
 
     def use_attention(self, *, video_self: Attend = attend_locally, video_to_audio: Attend = attend_locally) -> None:
         """Chooses who attends where video tokens are keys; all other attentions stay in this process."""
