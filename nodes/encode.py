@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_runtime.pipeline.jobs import Encode
+from mgpu_runtime.pipeline.jobs import TEXT_MODES, Encode
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
@@ -44,6 +44,22 @@ class LTXMGPUEncodePrompt(io.ComfyNode):
                     step=128,
                     tooltip="Text positions, a multiple of 128. The published models are made for 1024.",
                 ),
+                io.Combo.Input(
+                    "mode",
+                    options=list(TEXT_MODES),
+                    default="auto",
+                    optional=True,
+                    tooltip="Which GPUs hold Gemma. first: the first one. sharded: its layers are spread over all, for "
+                    "GPUs too small for the whole. replicated: each has a whole one and encodes a share of the "
+                    "prompts. auto: the first where there is room, else sharded.",
+                ),
+                io.Boolean.Input(
+                    "release_text_encoder",
+                    default=False,
+                    optional=True,
+                    tooltip="Frees Gemma's memory after encoding (24 GB in bf16). Prompts seen before need no Gemma; a "
+                    "new one loads it again.",
+                ),
             ],
             outputs=[
                 io.Conditioning.Output("positive", display_name="positive", tooltip="The prompt."),
@@ -61,11 +77,20 @@ class LTXMGPUEncodePrompt(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, ltx: LTXHandle, prompt: str, negative_prompt: str, max_length: int) -> io.NodeOutput:
+    def execute(
+        cls,
+        ltx: LTXHandle,
+        prompt: str,
+        negative_prompt: str,
+        max_length: int,
+        mode: str = "auto",
+        release_text_encoder: bool = False,
+    ) -> io.NodeOutput:
+        options = {"mode": mode, "release": release_text_encoder, "loras": ltx.loras}
         positive, negative = run_job(
             cls.hidden.unique_id,
             ltx.heading(),
             ltx.guard,
-            lambda watch: ltx.client.encode(prompt, negative_prompt, max_length, watch=watch),
+            lambda watch: ltx.client.encode(prompt, negative_prompt, max_length, watch=watch, **options),
         )
         return io.NodeOutput(write_context(positive), write_context(negative))

@@ -10,7 +10,7 @@ import torch
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from torch import Tensor
 
-from ..weights.checkpoint import CheckpointFile
+from ..weights.bundle import Checkpoint
 from ..weights.configs import NUM_REGISTERS, connectors_kwargs, transformer_values
 from ..weights.registry import StateDictRegistry
 from .builder import ComponentBuilder
@@ -31,7 +31,7 @@ class ConnectorsBuilder(ComponentBuilder):
 
     component = "connectors"
 
-    def construct(self, file: CheckpointFile) -> LTX2TextConnectors:
+    def construct(self, file: Checkpoint) -> LTX2TextConnectors:
         """Makes the connectors that the file's config describes."""
         module = LTX2TextConnectors(**connectors_kwargs(file))
         if not transformer_values(file)["connector_ff_bias"]:

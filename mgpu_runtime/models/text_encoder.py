@@ -1,25 +1,37 @@
-"""Text encoder: prompts become the hidden states of every Gemma 3 layer. Loads from a local folder only.
+"""Text encoder: prompts become the hidden states of every layer of Gemma 3 or Gemma 4.
+
+Both come from a Hugging Face folder or from a single file; only the text tower is read, of vision and sound nothing.
 
 Letters: B batch, S tokens, D hidden size, L hidden states per token (layers + 1: the embedding comes first).
 """
 
-import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, Gemma3TextModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
-from ..weights.checkpoint import CheckpointFile
+from ..weights.bundle import Checkpoint
 from ..weights.facts import check_text_encoder
+from ..weights.quantized import Quantization
 from ..weights.registry import StateDictRegistry
-from ..weights.text_folder import describe_text_encoder
-from .connectors import check_text_length
+from ..weights.text_source import TextSource, open_text_encoder
+from .loading import check_shapes, fill
+from .text_tokenizer import PromptTokenizer, load_tokenizer
+from .text_tower import StoredEmbedding, empty_tower, tower_config
 
-log = logging.getLogger("mgpu")
+Device = torch.device | str
+T = TypeVar("T")
+
+EMBEDDING = "embed_tokens.weight"
+
+
+class DamagedStatesError(ValueError):
+    """Hidden states that are not finite or all zero: the encoder, or the way between its devices, went wrong."""
 
 
 @dataclass(frozen=True)
@@ -30,91 +42,158 @@ class TextStates:
     mask: Tensor
 
 
-def build_text_encoder(
-    path: str | os.PathLike,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    checkpoint: CheckpointFile | None = None,
-    registry: StateDictRegistry | None = None,
-) -> tuple[PreTrainedTokenizerBase, Gemma3TextModel]:
-    """Loads tokenizer and text tower of a Gemma 3 folder straight onto `device` in `dtype`.
+@dataclass(frozen=True)
+class GemmaEncoder:
+    """A tokenizer and a text tower, whose layers may be on several devices; states are collected on `device`."""
 
-    With a `checkpoint`, its text projection is compared before any weight is read. With a `registry`, the read is
-    counted. Raises ValueError with one sentence when the folder is incomplete or does not fit.
-    """
-    facts = describe_text_encoder(path)
-    if checkpoint is not None:
-        check_text_encoder(facts, checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(facts.path, local_files_only=True)
-    transformers_logging.disable_progress_bar()  # it would fill a worker's log
-    model, report = AutoModel.from_pretrained(
-        facts.path,
-        local_files_only=True,
-        dtype=dtype,
-        device_map={"": str(device)},  # else a whole copy is made in main memory first
-        output_loading_info=True,
-    )
-    if registry is not None:
-        registry.files_read += 1
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(f"The text encoder {facts.path} lacks {len(missing)} tensors, such as {missing[0]}.")
-    tower = getattr(model, "language_model", model)  # without the vision tower of the multimodal Gemma
-    left = [name for name, tensor in [*tower.named_parameters(), *tower.named_buffers()] if tensor.is_meta]
-    assert not left, f"still empty after loading: {left[:4]}"
-    return tokenizer, tower.requires_grad_(False).eval()
+    tokenizer: PromptTokenizer
+    model: PreTrainedModel
+    device: torch.device
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], *, max_length: int) -> TextStates:
+        """Encodes prompts (an empty one is legal) into the states of every layer.
+
+        Raises DamagedStatesError when a layer gave values that are not finite, as Gemma does in float16, or only zeros.
+        """
+        ids, mask = self.tokenizer.tokenize(prompts, max_length=max_length)
+        device = self._input_device()
+        output = self.model(
+            input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False
+        )
+        hidden = torch.stack([state.to(self.device) for state in output.hidden_states], dim=-1)
+        states = TextStates(hidden, mask.to(self.device))
+        _check_states(states)
+        return states
+
+    def _input_device(self) -> torch.device:
+        device = self.model.get_input_embeddings().weight.device
+        return self.device if device.type == "meta" else device  # offloaded: its weight comes when it is used
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
-    """Returns token ids and mask, both (B, max_length) int64: stripped, with BOS, without EOS, padded on the left.
+class GemmaBuilder:
+    """Builds the text encoder of a folder or file; cheap to make, reads nothing before it is asked."""
 
-    A longer prompt is cut at the end with a warning. Raises ValueError when max_length is no multiple of 128.
-    """
-    check_text_length(max_length)
-    if tokenizer.bos_token_id is None:
-        raise ValueError(f"The tokenizer {tokenizer.name_or_path} has no BOS token. Choose Gemma 3's own tokenizer.")
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.bos_token_id
-    ids = torch.full((len(prompts), max_length), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        tokens = _tokens(tokenizer, prompt, max_length)
-        ids[row, -len(tokens) :] = torch.tensor(tokens)
-        mask[row, -len(tokens) :] = 1
-    return ids, mask
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        checkpoint: Checkpoint | None = None,
+        registry: StateDictRegistry | None = None,
+    ) -> None:
+        self.path = path
+        self.checkpoint = checkpoint
+        self.registry = registry
+
+    def check(self) -> PreTrainedModel:
+        """Returns the empty tower after comparing it with the checkpoint's text projection and the files' headers.
+
+        Raises ValueError with one sentence where they do not fit; reads no weight.
+        """
+        source = self._source()
+        tower = empty_tower(tower_config(source.config, source.facts.path))
+        check_shapes(tower, source.shapes(), _what(source), source.quantized)
+        return tower
+
+    def quantized_names(self) -> tuple[str, ...]:
+        """Names the tower's tensors that stay quantised in memory."""
+        return tuple(self._source().quantized)
+
+    def build(self, device: Device, dtype: torch.dtype) -> GemmaEncoder:
+        """Returns the encoder on one device, in `dtype`, frozen; raises ValueError with one sentence."""
+        return self.build_on({"": device}, dtype, device=device)
+
+    def build_on(self, places: Mapping[str, Device], dtype: torch.dtype, *, device: Device) -> GemmaEncoder:
+        """Returns the encoder with each module of `places` (name -> device, "" for all) filled where it belongs.
+
+        Nothing moves data between the devices yet. `device` is where the states will be collected.
+        """
+        source = self._source()
+        tower = self.check()
+        tokenizer = load_tokenizer(source)
+        state = _read(source)
+        if self.registry is not None:
+            self.registry.files_read += 1
+        for name, place in places.items():
+            _fill(tower, name, state, source, torch.device(place), dtype)
+        return GemmaEncoder(tokenizer, tower.requires_grad_(False).eval(), torch.device(device))
+
+    def _source(self) -> TextSource:
+        source = open_text_encoder(self.path)
+        if self.checkpoint is not None:
+            check_text_encoder(source.facts, self.checkpoint)
+        return source
 
 
-@torch.no_grad()
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, model: Gemma3TextModel, prompts: Sequence[str], *, max_length: int
-) -> TextStates:
-    """Encodes prompts (an empty one is legal) into the states of every layer, on the device of the embedding.
-
-    Raises ValueError when the states are not finite, which Gemma 3 gives in float16.
-    """
-    ids, mask = tokenize(tokenizer, prompts, max_length=max_length)
-    device = model.get_input_embeddings().weight.device
-    mask = mask.to(device)
-    output = model(input_ids=ids.to(device), attention_mask=mask, output_hidden_states=True, use_cache=False)
-    hidden = torch.stack([state.to(device) for state in output.hidden_states], dim=-1)
-    if not torch.isfinite(hidden[mask.bool()]).all():
-        raise ValueError(
-            f"The text encoder gave values that are not finite in {str(hidden.dtype).removeprefix('torch.')}. "
+def _check_states(states: TextStates) -> None:
+    """Looks at every layer's states of the real tokens, (N, D, L)."""
+    real = states.hidden[states.mask.bool()]
+    if not torch.isfinite(real).all():
+        remedy = (
             "Choose precision bf16 or fp32."
+            if real.dtype == torch.float16
+            else "Its weights are damaged: download or copy them again."
         )
-    return TextStates(hidden, mask)
+        raise DamagedStatesError(
+            f"The text encoder gave values that are not finite in {str(real.dtype).removeprefix('torch.')}. {remedy}"
+        )
+    empty = (~real.any(dim=1).any(dim=0)).nonzero().flatten().tolist()
+    if empty:
+        raise DamagedStatesError(
+            f"The text encoder gave only zeros in {len(empty)} of {real.shape[-1]} hidden states, the first is state "
+            f"{empty[0]}. Its weights are damaged, or data is lost on the way between devices: choose mode first."
+        )
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, max_length: int) -> list[int]:
-    """Tokenizes one prompt; truncates with a warning."""
-    tokens = tokenizer(prompt.strip(), add_special_tokens=False)["input_ids"]
-    if tokens[:1] != [tokenizer.bos_token_id]:
-        tokens = [tokenizer.bos_token_id, *tokens]
-    if len(tokens) > max_length:
-        log.warning(
-            "The prompt has %d tokens, the limit is %d: the last %d are not used.",
-            len(tokens),
-            max_length,
-            len(tokens) - max_length,
-        )
-    return tokens[:max_length]
+def _read(source: TextSource) -> dict[str, Tensor]:
+    """Returns the tower's tensors as views of the mapped files."""
+    state: dict[str, Tensor] = {}
+    for path in dict.fromkeys(tensor.path for tensor in source.tensors.values()):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = {name: tensor.name for name, tensor in source.tensors.items() if tensor.path == path}
+                state |= {name: file.get_tensor(stored) for name, stored in names.items()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be mapped: {error}. Download or copy it again.") from error
+    return state
+
+
+def _fill(
+    tower: PreTrainedModel,
+    name: str,
+    state: Mapping[str, Tensor],
+    source: TextSource,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Fills a module of the tower, "" for all of it; on the CPU what the file holds wider or narrower stays shared."""
+    if name in ("", "embed_tokens") and device.type == "cpu" and EMBEDDING not in source.quantized:
+        table, own = state[EMBEDDING], tower.embed_tokens
+        if table.dtype != dtype:
+            tower.embed_tokens = StoredEmbedding(table, own.embed_scale, dtype)
+            state = {key: tensor for key, tensor in state.items() if key != EMBEDDING}
+    fill(
+        tower.get_submodule(name),
+        _below(name, state),
+        device=device,
+        dtype=dtype,
+        what=_what(source),
+        quantized={key: _quantization_below(name, way) for key, way in _below(name, source.quantized).items()},
+    )
+
+
+def _below(name: str, table: Mapping[str, T]) -> dict[str, T]:
+    """Returns what belongs to a module by the names in it."""
+    prefix = f"{name}." if name else ""
+    return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
+
+
+def _quantization_below(name: str, way: Quantization) -> Quantization:
+    """Returns how a module's tensor is held, its scales by the names in the module."""
+    prefix = f"{name}." if name else ""
+    scales = [scale and scale.removeprefix(prefix) for scale in (way.scale, way.second_scale)]
+    return replace(way, scale=scales[0], second_scale=scales[1])
+
+
+def _what(source: TextSource) -> str:
+    return f"text encoder in {source.facts.path}"
