@@ -1,6 +1,8 @@
-"""Work that one rank does for all, without letting its failure drive the ranks apart."""
+"""Work of one rank or of each, without letting a failure drive the ranks apart."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -16,11 +18,11 @@ def on_first_rank(info: RankInfo, work: Callable[[], T]) -> T | None:
     """Runs `work` on rank 0 and returns its result there, None on the others; collective.
 
     What goes wrong on rank 0 is raised as RunnerError on every rank alike: all leave the job in step, the fleet stays
-    warm. `work` must not enter a collective.
+    warm. `work` must not enter a collective; it runs on all cores, since the other ranks wait.
     """
-    result, failure = None, _Failure()
+    result, failure = None, _Failure(info)
     if info.rank == 0:
-        with failure:
+        with failure, _all_cores():
             result = work()
     if info.world_size > 1:
         told = [failure.text]
@@ -31,11 +33,46 @@ def on_first_rank(info: RankInfo, work: Callable[[], T]) -> T | None:
     return result
 
 
+def on_every_rank(info: RankInfo, work: Callable[[], T]) -> list[T]:
+    """Runs `work` on every rank and returns what each made, by rank; collective.
+
+    What goes wrong on some rank is raised as RunnerError on every rank alike: all leave the job in step, the fleet
+    stays warm. `work` must not enter a collective, and returns plain values.
+    """
+    result, failure = None, _Failure(info)
+    with failure:
+        result = work()
+    answers: list[tuple[T | None, str | None]] = [(result, failure.text)]
+    if info.world_size > 1:
+        answers = answers * info.world_size
+        dist.all_gather_object(answers, (result, failure.text), group=info.group)
+    texts = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+    if len(texts) == info.world_size and len(set(texts.values())) == 1:
+        raise RunnerError(texts[0])
+    if texts:
+        raise RunnerError("\n".join(f"Rank {rank}: {text}" for rank, text in texts.items()))
+    return [made for made, _ in answers]
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Gives a block every core of the machine: the other ranks wait, and the last bits of what it makes then do not
+    depend on how many ranks share the cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Failure:
     """Keeps what a block raised as text, so that it can be told to the other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: RankInfo) -> None:
         self.text: str | None = None
+        self._rank = info.rank
 
     def __enter__(self) -> None:
         pass
@@ -45,7 +82,8 @@ class _Failure:
             return False
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
-            self.text = f"GPU 0 is out of memory: {error}. Choose a lower precision or a smaller clip."
+            self.text = f"GPU {self._rank} is out of memory: {error}. Choose a lower precision or a smaller clip."
         else:
-            self.text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            is_sentence = isinstance(error, ValueError | RunnerError)
+            self.text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
         return True
