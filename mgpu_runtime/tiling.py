@@ -19,6 +19,14 @@ _SUM_TOLERANCE = 1e-6  # a summed weight this near to 1 is 1 but for rounding, a
 Grid = tuple[int, int, int]
 
 
+class TilePlace(NamedTuple):
+    """Where a tile lies: which clip of a batch, its first frame, row and column, and the whole latent's (F, H, W)."""
+
+    item: int
+    first: Grid
+    grid: Grid
+
+
 class Interval(NamedTuple):
     """One tile along one axis: the cells [start, stop), faded in over left_ramp and out over right_ramp cells."""
 
@@ -219,31 +227,31 @@ def balanced_tile_split(num_tiles: int) -> tuple[int, int]:
     return rows, num_tiles // rows
 
 
-def auto_tiles(grid: Grid, overlap: int, *, max_cells: int | None = None) -> tuple[int, int]:
+def auto_tiles(grid: Grid, overlap: int, *, max_cells: int | None = None, min_cells: int = 1) -> tuple[int, int]:
     """Chooses (rows, columns) for a latent (F, H, W) from its size alone, never from the number of workers.
 
     Each side gets ceil(side / 32) tiles, so that a tile stays near the size the models were trained for; the longer
     side (the width if both are equal) gets at least two. With max_cells, tiles are cut on their longer side until
     one tile of all F frames holds no more than that. A side stays whole where two tiles would not be larger than the
-    overlap.
+    overlap, or smaller than min_cells.
     """
     frames, *sides = grid
-    limits = [max(1, side - overlap) for side in sides]  # more tiles than that would not be larger than the overlap
+    limits = [_most_tiles(side, overlap, min_cells) for side in sides]
     counts = [min(math.ceil(side / TRAINED_CELLS), limit) for side, limit in zip(sides, limits, strict=True)]
     longer = 0 if sides[0] > sides[1] else 1
     counts[longer] = min(max(2, counts[longer]), limits[longer])
     while max_cells is not None and frames * math.prod(_largest_tile(sides, counts, overlap)) > max_cells:
-        cut = _cut_once(sides, counts, overlap)
+        cut = _cut_once(sides, counts, overlap, min_cells)
         if cut is None:
             break
         counts = cut
     return counts[0], counts[1]
 
 
-def finer(config: TileCountConfig, grid: Grid) -> TileCountConfig | None:
+def finer(config: TileCountConfig, grid: Grid, *, min_cells: int = 1) -> TileCountConfig | None:
     """Cuts a latent's (F, H, W) tiles once more on their longer side; None where they cannot get smaller."""
     overlap = max(config.height.overlap, config.width.overlap)
-    counts = _cut_once(grid[1:], [config.height.num_tiles, config.width.num_tiles], overlap)
+    counts = _cut_once(grid[1:], [config.height.num_tiles, config.width.num_tiles], overlap, min_cells)
     if counts is None:
         return None
     return replace(TileCountConfig.spatial(counts[0], counts[1], overlap), frames=config.frames)
@@ -253,10 +261,16 @@ def _largest_tile(sides: Sequence[int], counts: Sequence[int], overlap: int) -> 
     return [math.ceil((side + (count - 1) * overlap) / count) for side, count in zip(sides, counts, strict=True)]
 
 
-def _cut_once(sides: Sequence[int], counts: Sequence[int], overlap: int) -> list[int] | None:
+def _most_tiles(side: int, overlap: int, min_cells: int) -> int:
+    """Gives the largest number of tiles of a side that are all larger than the overlap and hold min_cells."""
+    smallest = max(min_cells, overlap + 1)
+    return max(1, (side - overlap) // (smallest - overlap))
+
+
+def _cut_once(sides: Sequence[int], counts: Sequence[int], overlap: int, min_cells: int) -> list[int] | None:
     """Adds a tile on the axis where tiles are longest, among those that can be cut; None if none can."""
     tile = _largest_tile(sides, counts, overlap)
-    cuttable = [axis for axis in (0, 1) if counts[axis] < sides[axis] - overlap]
+    cuttable = [axis for axis in (0, 1) if counts[axis] < _most_tiles(sides[axis], overlap, min_cells)]
     if not cuttable:
         return None
     chosen = max(cuttable, key=lambda axis: tile[axis])
@@ -274,16 +288,18 @@ def read_tiles(text: str) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
-def parse_tiles(text: str, grid: Grid, overlap: int, *, max_cells: int | None = None) -> TileCountConfig:
+def parse_tiles(
+    text: str, grid: Grid, overlap: int, *, max_cells: int | None = None, min_cells: int = 1
+) -> TileCountConfig:
     """Reads "auto" or rows x columns such as "2x3" and checks that it fits a latent (F, H, W).
 
-    Raises ValueError for other texts, and for tiles not larger than the overlap.
+    Raises ValueError for other texts, and for tiles not larger than the overlap. Only "auto" heeds the two limits.
     """
     if overlap < 0:
         raise ValueError(f"The tile overlap must be at least 0 latent cells, got {overlap}.")
     counts = read_tiles(text)
     if counts is None:
-        return TileCountConfig.spatial(*auto_tiles(grid, overlap, max_cells=max_cells), overlap)
+        return TileCountConfig.spatial(*auto_tiles(grid, overlap, max_cells=max_cells, min_cells=min_cells), overlap)
     config = TileCountConfig.spatial(*counts, overlap)
     for name, axis, length in (("rows", config.height, grid[1]), ("columns", config.width, grid[2])):
         try:

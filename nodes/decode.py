@@ -7,7 +7,7 @@ from mgpu_runtime.pipeline.jobs import Decode
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
 from .widgets import tiles_sentence
-from .wires import Latent, read_latents, write_audio
+from .wires import FRAME_RATE, Latent, is_sound, read_latents, read_sound_latent, write_audio
 
 
 class LTXMGPUDistributedDecode(io.ComfyNode):
@@ -19,10 +19,13 @@ class LTXMGPUDistributedDecode(io.ComfyNode):
             node_id="LTXMGPUDistributedDecode",
             display_name="Distributed Decode",
             category="LTX MGPU",
-            description="Decodes the video latent in tiles on all workers, and the audio latent to sound.",
+            description="Decodes the video latent in tiles on all workers, and the audio latent to sound as long as "
+            "the picture. Where a given sound drove the clip (audio to video), give that AUDIO to Create Video.",
             inputs=[
                 LTX_MGPU.Input("ltx", tooltip="From Load LTX MGPU."),
-                io.Latent.Input("latent", tooltip="The video latent of a stage."),
+                io.Latent.Input(
+                    "latent", tooltip="The video latent of a stage. An audio latent alone is decoded to sound."
+                ),
                 io.Latent.Input("audio_latent", optional=True, tooltip="The audio latent of a stage."),
                 io.String.Input(
                     "tiles",
@@ -48,11 +51,17 @@ class LTXMGPUDistributedDecode(io.ComfyNode):
     def execute(
         cls, ltx: LTXHandle, latent: Latent, tiles: str, overlap: int, audio_latent: Latent | None = None
     ) -> io.NodeOutput:
-        start = read_latents(latent, audio_latent)
+        job = Decode(tiles, overlap, fps=latent.get(FRAME_RATE))
+        if audio_latent is None and is_sound(latent):
+            video, sound = None, read_sound_latent(latent, "latent")
+        else:
+            start = read_latents(latent, audio_latent)
+            video, sound = start.video, start.audio
         clip = run_job(
             cls.hidden.unique_id,
-            ltx.heading(start.video[0, 0].numel()),
+            ltx.heading(None if video is None else video[0, 0].numel()),
             ltx.guard,
-            lambda watch: ltx.client.decode(Decode(tiles, overlap), start.video, audio_latent=start.audio, watch=watch),
+            lambda watch: ltx.client.decode(job, video, audio_latent=sound, watch=watch),
         )
-        return io.NodeOutput(clip.frames, write_audio(clip.waveform, clip.sample_rate))
+        frames = None if video is None else clip.frames
+        return io.NodeOutput(frames, write_audio(clip.waveform, clip.sample_rate))

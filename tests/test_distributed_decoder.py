@@ -1,14 +1,13 @@
 """Distributed decode: equal to plain decode where it must be, the same on every world size, frames in order."""
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 
-from mgpu_runtime.parallel.distributed_decoder import DistributedDecoder, DistributedDecoderBuilder
+from mgpu_runtime.parallel.distributed_decoder import DecodeTile, DistributedDecoder, DistributedDecoderBuilder
 from mgpu_runtime.parallel.pixel_tiles import VAEShape
-from mgpu_runtime.tiling import DimensionTilingConfig, TileCountConfig
+from mgpu_runtime.tiling import DimensionTilingConfig, TileCountConfig, TilePlace
 from tests.goldens import GOLDEN, golden, relative_error
 from tests.spawn import run
 
@@ -35,7 +34,7 @@ class Frames:
         return torch.cat([frames for _, frames in self.items])
 
 
-def causal_decode(latent: torch.Tensor) -> torch.Tensor:
+def causal_decode(latent: torch.Tensor, place: TilePlace | None = None) -> torch.Tensor:
     """Decodes as a causal autoencoder without spatial context: each frame sees its latent and the one before.
 
     The first latent of a clip has none before it, so the first frame of a tile is wrong unless the clip starts there.
@@ -47,7 +46,7 @@ def causal_decode(latent: torch.Tensor) -> torch.Tensor:
     return frames.repeat_interleave(4, 3).repeat_interleave(4, 4)
 
 
-def spatial_decode(latent: torch.Tensor) -> torch.Tensor:
+def spatial_decode(latent: torch.Tensor, place: TilePlace) -> torch.Tensor:
     """Adds context in space: each tile's result is its own."""
     return causal_decode(latent) + latent.mean()
 
@@ -91,7 +90,7 @@ def test_b47_time_tiles_drop_their_causal_lead_frame(num_tiles, overlap):
 def test_clamping_comes_before_blending():
     latent = torch.full((1, 4, 1, 4, 4), 3.0)
 
-    def tile(cells: torch.Tensor) -> torch.Tensor:
+    def tile(cells: torch.Tensor, place: TilePlace) -> torch.Tensor:
         left = cells[:, :, :, :, :1].mean() == 3.0
         return causal_decode(cells) * 0 + (3.0 if left else 0.0)
 
@@ -146,8 +145,8 @@ def test_b49_b51_frames_are_the_same_for_every_world_size(world_size, driver_ran
     assert all(rounds == results[0][1] and rounds[-1] == 0 for _, rounds in results)  # ranks without a tile join too
 
 
-def limited(max_cells: int, limited_rank: int | None = None, rank: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
-    def tile(latent: torch.Tensor) -> torch.Tensor:
+def limited(max_cells: int, limited_rank: int | None = None, rank: int = 0) -> DecodeTile:
+    def tile(latent: torch.Tensor, place: TilePlace) -> torch.Tensor:
         if rank == (rank if limited_rank is None else limited_rank) and latent[0, 0, 0].numel() > max_cells:
             raise torch.OutOfMemoryError
         return causal_decode(latent)

@@ -6,11 +6,12 @@ import torch
 from diffusers import AutoencoderKLLTX2Audio
 from torch import Tensor
 
-from ..weights.checkpoint import CheckpointFile
+from ..weights.bundle import Checkpoint
 from ..weights.registry import StateDictRegistry
 from ..weights.vae_configs import audio_vae_kwargs
 from .builder import ComponentBuilder
 from .loading import WeightTracker
+from .stored import compute_dtype
 
 
 class AudioVAEBuilder(ComponentBuilder):
@@ -18,7 +19,7 @@ class AudioVAEBuilder(ComponentBuilder):
 
     component = "audio_vae"
 
-    def construct(self, file: CheckpointFile) -> AutoencoderKLLTX2Audio:
+    def construct(self, file: Checkpoint) -> AutoencoderKLLTX2Audio:
         """Makes the autoencoder that the file's config describes."""
         return AutoencoderKLLTX2Audio(**audio_vae_kwargs(file))
 
@@ -40,13 +41,13 @@ def decode_mel(vae: AutoencoderKLLTX2Audio, latent_BCTM: Tensor) -> Tensor:
     """Decodes a normalised audio latent to a log-mel spectrogram in the autoencoder's dtype."""
     mean, std = _statistics(vae, latent_BCTM.shape[1])
     latent = latent_BCTM.to(vae.device).float() * std + mean
-    return vae.decode(latent.to(vae.dtype), return_dict=False)[0]
+    return vae.decode(latent.to(compute_dtype(vae)), return_dict=False)[0]
 
 
 @torch.no_grad()
 def encode_mel(vae: AutoencoderKLLTX2Audio, mel_BCTM: Tensor) -> Tensor:
     """Encodes a log-mel spectrogram (B, 2, T, 64) to the normalised mean of the latent, float32."""
-    posterior = vae.encode(mel_BCTM.to(device=vae.device, dtype=vae.dtype), return_dict=False)[0]
+    posterior = vae.encode(mel_BCTM.to(device=vae.device, dtype=compute_dtype(vae)), return_dict=False)[0]
     mode = posterior.mode().float()
     mean, std = _statistics(vae, mode.shape[1])
     return (mode - mean) / std

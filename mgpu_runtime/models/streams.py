@@ -24,7 +24,7 @@ class StreamInput:
             audio.
         context: text tokens, (B, S, D).
         context_mask: 1 keeps, 0 drops a text token, (B, S); None keeps all.
-        attention_mask: self-attention weights in [0, 1], (B, T, T); None is all ones.
+        attention_mask: self-attention weights in [0, 1], (B, T, T), or (1, T, T) for all; None is all ones.
         keyframes_mask: non-zero on tokens of a single pixel frame, (B, T, 1); used by LTX-2.5 only.
     """
 

@@ -3,16 +3,15 @@
 import os
 
 import torch
-from diffusers import AutoencoderKLLTX2Video
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from torch import Tensor
 
-from ..weights.checkpoint import CheckpointFile
+from ..weights.bundle import Checkpoint
 from ..weights.registry import StateDictRegistry
 from ..weights.vae_configs import upsampler_kwargs
 from .builder import ComponentBuilder
 from .loading import WeightTracker
-from .video_vae import normalize, un_normalize
+from .video_vae import VideoVAE
 
 
 class UpsamplerBuilder(ComponentBuilder):
@@ -20,7 +19,7 @@ class UpsamplerBuilder(ComponentBuilder):
 
     component = "upsampler"
 
-    def construct(self, file: CheckpointFile) -> LTX2LatentUpsamplerModel:
+    def construct(self, file: Checkpoint) -> LTX2LatentUpsamplerModel:
         """Makes the upsampler that the file's config describes."""
         return LTX2LatentUpsamplerModel(**upsampler_kwargs(file))
 
@@ -38,8 +37,8 @@ def build_upsampler(
 
 
 @torch.no_grad()
-def upsample(upsampler: LTX2LatentUpsamplerModel, vae: AutoencoderKLLTX2Video, latent_BCFHW: Tensor) -> Tensor:
+def upsample(upsampler: LTX2LatentUpsamplerModel, vae: VideoVAE, latent_BCFHW: Tensor) -> Tensor:
     """Upsamples a normalised latent to a normalised latent, float32; the statistics are the video autoencoder's."""
-    raw = un_normalize(latent_BCFHW.to(vae.device), vae)
+    raw = vae.un_normalize(latent_BCFHW.to(vae.device))
     larger = upsampler(raw.to(device=upsampler.device, dtype=upsampler.dtype))
-    return normalize(larger.to(vae.device), vae)
+    return vae.normalize(larger.to(vae.device))

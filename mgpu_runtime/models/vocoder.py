@@ -6,7 +6,7 @@ import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE, UpSample1d
 from torch import Tensor
 
-from ..weights.checkpoint import CheckpointFile
+from ..weights.bundle import Checkpoint
 from ..weights.registry import StateDictRegistry
 from ..weights.vae_configs import has_bandwidth_extension, vocoder_kwargs
 from .builder import ComponentBuilder
@@ -20,7 +20,7 @@ class VocoderBuilder(ComponentBuilder):
 
     component = "vocoder"
 
-    def construct(self, file: CheckpointFile) -> Vocoder:
+    def construct(self, file: Checkpoint) -> Vocoder:
         """Makes the vocoder that the file's config describes."""
         kwargs = vocoder_kwargs(file)
         if not has_bandwidth_extension(file):

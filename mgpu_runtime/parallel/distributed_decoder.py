@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..tiling import TileCountConfig, finer
+from ..tiling import TileCountConfig, TilePlace, finer
 from ..weights.registry import StateDictRegistry
 from .pixel_tiles import PixelLayout, PixelTime, VAEShape
 
@@ -22,7 +22,8 @@ PIECE_BYTES = 128 << 20  # frames are blended and sent in pieces of about this s
 MAX_RETRIES = 3  # each retry after running out of memory cuts the tiles once more
 
 OnRound = Callable[[int, int], None]  # rounds done, rounds in all
-DecodeTile = Callable[[Tensor], Tensor]  # normalised latent (1, C, F, H, W) -> pixels (1, 3, f, h, w), about -1..1
+# normalised latent (1, C, F, H, W) and where it lies -> pixels (1, 3, f, h, w), about -1..1
+DecodeTile = Callable[[Tensor, TilePlace], Tensor]
 
 
 class FrameQueue(Protocol):
@@ -41,7 +42,7 @@ class VAEBuilder(Protocol):
         ...
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Returns a diffusers AutoencoderKLLTX2Video."""
+        """Returns a VideoVAE."""
         ...
 
 
@@ -83,28 +84,28 @@ class DistributedDecoder:
         tiling = self._tiling
         for item in range(batch):
             sink = _FrameSink(self._queue, item * frames_each)
-            latent = latent_BCFHW[item : item + 1]
-            tiling = self._decode_item(latent, tiling, sink, partial(_report, on_round, item, batch))
+            tiling = self._decode_item(latent_BCFHW, item, tiling, sink, partial(_report, on_round, item, batch))
         return batch * frames_each
 
     def _decode_item(
         self,
         latent: Tensor,
+        item: int,
         tiling: TileCountConfig,
         sink: "_FrameSink",
         on_round: OnRound,
     ) -> TileCountConfig:
-        """Decodes one clip and returns the tiling that fitted into memory."""
+        """Decodes one clip of a batch and returns the tiling that fitted into memory."""
         for retries_left in range(MAX_RETRIES, -1, -1):
             layout = PixelLayout.of(tiling, latent.shape[2:], self._shape)
-            held = self._decode_group(latent, layout, 0, on_round)
+            held = self._decode_group(latent, item, layout, 0, on_round)
             if held is not None:
                 break
             tiling = self._finer_tiling(tiling, latent, retries_left)
         log.info("Decoding %d tiles on %d workers.", len(layout.times) * len(layout.boxes), self._team.world_size)
         for group, time in enumerate(layout.times):
             if group:
-                held = self._decode_group(latent, layout, group, on_round)
+                held = self._decode_group(latent, item, layout, group, on_round)
                 if held is None:
                     raise torch.OutOfMemoryError("a later time tile does not fit into memory, an earlier one did")
             self._blend(held, layout, time, sink)
@@ -112,7 +113,7 @@ class DistributedDecoder:
         return tiling
 
     def _finer_tiling(self, tiling: TileCountConfig, latent: Tensor, retries_left: int) -> TileCountConfig:
-        cut = finer(tiling, tuple(latent.shape[2:])) if retries_left else None
+        cut = finer(tiling, tuple(latent.shape[2:]), min_cells=self._shape.min_cells) if retries_left else None
         if cut is None:
             raise torch.OutOfMemoryError(
                 f"Decoding does not fit into memory with {tiling.height.num_tiles}x{tiling.width.num_tiles} tiles. "
@@ -122,7 +123,7 @@ class DistributedDecoder:
         return cut
 
     def _decode_group(
-        self, latent: Tensor, layout: PixelLayout, group: int, on_round: OnRound
+        self, latent: Tensor, item: int, layout: PixelLayout, group: int, on_round: OnRound
     ) -> dict[int, Tensor] | None:
         """Decodes this rank's tiles of one time group; None, on every rank, if any rank ran out of memory."""
         num_boxes = len(layout.boxes)
@@ -134,7 +135,8 @@ class DistributedDecoder:
             index = number * world_size + self._team.rank
             if index < num_boxes and fitted:
                 try:
-                    held[index] = self._decode_tile(latent[layout.cells(group, index)])[0]
+                    place = layout.place(group, index, item, tuple(latent.shape[2:]))
+                    held[index] = self._decode_tile(latent[item : item + 1][layout.cells(group, index)], place)[0]
                     layout.check_pixels(group, index, held[index])
                 except torch.OutOfMemoryError:
                     held.clear()
@@ -253,12 +255,10 @@ class DistributedDecoderBuilder:
         self.driver_rank = driver_rank
 
     def build(self, device: torch.device, dtype: torch.dtype) -> DistributedDecoder:
-        """Returns the decoder with its autoencoder on `device` in `dtype`."""
-        from ..models.video_vae import decode  # loads diffusers, which the decoder itself does without
-
+        """Returns the decoder with its autoencoder on `device` in `dtype`; noise, where it draws any, has seed 0."""
         vae = self.inner.build(device, dtype)
         return DistributedDecoder(
-            partial(decode, vae),
+            lambda latent, place: vae.decode(latent, place=place),
             VAEShape.of(vae),
             queue=self.queue,
             group=self.vae_group,

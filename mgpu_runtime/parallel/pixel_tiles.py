@@ -10,24 +10,37 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from ..tiling import Grid, Interval, TileCountConfig, blend_weights, causal, scale_cells, scale_frames
+from ..tiling import Grid, Interval, TileCountConfig, TilePlace, blend_weights, causal, scale_cells, scale_frames
 
 
 @dataclass(frozen=True)
 class VAEShape:
-    """What tiling must know of an autoencoder: pixels per latent cell on each axis, and the smallest tile side."""
+    """What tiling must know of an autoencoder: pixels per latent cell on each axis, and the smallest tile side.
+
+    `pads_clips` tells of a decoder that takes a smaller clip whole, though no smaller tiles of a larger one.
+    """
 
     frames: int
     height: int
     width: int
     min_cells: int = 1
+    pads_clips: bool = False
 
     @classmethod
     def of(cls, vae: nn.Module) -> "VAEShape":
-        """Reads the factors from a built autoencoder, never from a constant."""
-        side = vae.spatial_compression_ratio
-        reflects = vae.config.decoder_spatial_padding_mode == "reflect"  # which cannot pad a side of one cell
-        return cls(vae.temporal_compression_ratio, side, side, min_cells=2 if reflects else 1)
+        """Reads the factors from a built VideoVAE, never from a constant."""
+        return cls(*vae.scale_factors, min_cells=vae.min_cells, pads_clips=vae.pads_clips)
+
+    def check(self, rows: Sequence[Interval], columns: Sequence[Interval], grid: Grid) -> None:
+        """Raises ValueError for tiles of a latent (F, H, W) that the decoder cannot take."""
+        checked = [tiles for tiles in (rows, columns) if len(tiles) > 1 or not self.pads_clips]
+        smallest = min((interval.length for tiles in checked for interval in tiles), default=self.min_cells)
+        if smallest < self.min_cells:
+            raise ValueError(
+                f"The decoder looks at its neighbourhood and needs tiles of at least {self.min_cells} latent cells a "
+                f"side, but a latent of {grid[1]}x{grid[2]} cells cut into {len(rows)}x{len(columns)} tiles has one "
+                f"of {smallest}. Use fewer tiles, more overlap or a larger picture."
+            )
 
 
 @dataclass(frozen=True)
@@ -75,13 +88,7 @@ class PixelLayout:
         """Cuts a latent (F, H, W); time tiles are causal. Raises ValueError for tiles the decoder cannot take."""
         time_cells = causal(tiling.frames.split(grid[0]))
         rows, columns = tiling.height.split(grid[1]), tiling.width.split(grid[2])
-        smallest = min(interval.length for interval in (*rows, *columns))
-        if smallest < shape.min_cells:
-            raise ValueError(
-                f"The decoder pads by reflection and needs tiles of at least {shape.min_cells} latent cells a side, "
-                f"but a latent of {grid[1]}x{grid[2]} cells cut into {len(rows)}x{len(columns)} tiles has one of "
-                f"{smallest}. Use fewer tiles, more overlap or a larger picture."
-            )
+        shape.check(rows, columns, grid)
         boxes = [
             PixelBox(row, column, row_weights, column_weights)
             for (row, row_weights), (column, column_weights) in product(
@@ -100,6 +107,11 @@ class PixelLayout:
         """The slices of a latent (1, C, F, H, W) that one tile decodes."""
         intervals = (self.time_cells[group], *self.box_cells[index])
         return (slice(None), slice(None), *(slice(i.start, i.stop) for i in intervals))
+
+    def place(self, group: int, index: int, item: int, grid: Grid) -> TilePlace:
+        """Says where one tile lies in clip `item` of a batch of latents (F, H, W)."""
+        intervals = (self.time_cells[group], *self.box_cells[index])
+        return TilePlace(item, tuple(interval.start for interval in intervals), grid)
 
     def check_pixels(self, group: int, index: int, pixels: Tensor) -> None:
         """Raises ValueError where a decoded tile (3, f, h, w) has not the size that the factors promise."""

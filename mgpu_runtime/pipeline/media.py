@@ -1,13 +1,28 @@
-"""Writes a decoded clip to an MP4 file: H.264 pictures, AAC sound."""
+"""Files that people make and watch: pictures in, MP4 clips with H.264 pictures and AAC sound out."""
 
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from .jobs import Decoded
+
+
+def read_picture(path: Path) -> Tensor:
+    """Reads a picture, turned as its EXIF data say, as (1, H, W, 3) float32 of 0..1.
+
+    Raises ValueError for a file that is no picture.
+    """
+    try:
+        with Image.open(path) as file:
+            upright = ImageOps.exif_transpose(file).convert("RGB")
+            pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is no picture that can be read: choose a PNG, JPEG or WebP file") from None
+    return pixels.view(1, upright.height, upright.width, 3).float() / 255
 
 
 def write_mp4(path: Path, clip: Decoded, fps: float) -> None:

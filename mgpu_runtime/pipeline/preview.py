@@ -17,7 +17,8 @@ class Preview:
     def __init__(self, models: LTXModels, progress: Progress) -> None:
         self._models = models
         self._progress = progress
-        self._works = "video_vae" in models.facts.components
+        # a diffusion decoder would take longer for the picture than a step takes
+        self._works = "video_vae" in models.facts.components and not models.facts.has_diffusion_decoder
 
     def __call__(self, latent: Tensor) -> None:
         """Decodes and shows the middle of the first clip of a video latent (B, C, F, H, W)."""

@@ -1,0 +1,106 @@
+"""The jobs that turn clips and sound into latents, and what is done to their input before it is sent.
+
+Light: knows no model code. Letters: B batch, N frames of a clip or samples of sound, H W rows and columns of pixels.
+"""
+
+import logging
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..sampling.sizes import audio_latent_frames
+from ..weights.facts import ModelFacts
+from .images import check_pictures, prepare
+
+log = logging.getLogger("mgpu")
+
+MAX_RATE = 10**7  # samples per second
+
+
+@dataclass(frozen=True)
+class EncodeVideo:
+    """Asks for the latent of a clip; its pixels (1, 3, N, H, W) of -1..1 travel beside the job."""
+
+
+@dataclass(frozen=True)
+class EncodeAudio:
+    """Asks for the latents of sound (B, channels, N), which travels beside the job.
+
+    Attributes:
+        rate: its samples per second.
+        num_latents: how many audio latent frames to keep; 0 keeps all.
+    """
+
+    rate: int
+    num_latents: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "num_latents"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise ValueError(f"{name} cannot be {value!r} ({type(value).__name__})") from None
+        if not 1 <= self.rate <= MAX_RATE:
+            raise ValueError(f"the sound's rate must be 1 to {MAX_RATE} samples per second, got {self.rate}")
+        if self.num_latents < 0:
+            raise ValueError(f"num_latents must be 0 or more, got {self.num_latents}")
+
+
+def prepare_clip(images_NHWC: Tensor, facts: ModelFacts, height: int = 0, width: int = 0) -> Tensor:
+    """Returns pictures (N, H, W, C) of 0..1 as the pixels (1, 3, N, height, width) that the video encoder takes.
+
+    A size of 0 is the pictures' own. Frames beyond 8k+1 are left out with a warning. Raises ValueError for a size that
+    is not whole latent cells, and for what is no clip.
+    """
+    check_pictures(images_NHWC, "clip")
+    frames, *cell = facts.scale_factors
+    sides = [asked or own for asked, own in zip((height, width), images_NHWC.shape[1:3], strict=True)]
+    for name, side, factor in zip(("height", "width"), sides, cell, strict=True):
+        if side < 1 or side % factor:
+            below = max(factor, side // factor * factor)
+            raise ValueError(
+                f"a clip to encode needs a {name} that is a multiple of {factor}, got {side}: give a {name} of {below} "
+                f"or {below + factor}, and it is resized"
+            )
+    num_frames = images_NHWC.shape[0]
+    kept = (num_frames - 1) // frames * frames + 1
+    if kept < num_frames:
+        log.warning("The clip has %d frames; %d (%dk+1) are encoded.", num_frames, kept, frames)
+    return prepare(images_NHWC[:kept], *sides, 0)
+
+
+def check_sound(waveform: Tensor) -> None:
+    """Raises ValueError unless a tensor is sound (B, channels, N) of finite values."""
+    if not isinstance(waveform, Tensor) or not waveform.is_floating_point() or waveform.dim() != 3:
+        kind = tuple(waveform.shape) if isinstance(waveform, Tensor) else type(waveform).__name__
+        raise ValueError(f"sound must be a tensor (clips, channels, samples) as Load Audio gives it, got {kind}")
+    if 0 in waveform.shape:
+        raise ValueError(f"the sound is empty: {tuple(waveform.shape)} (clips, channels, samples)")
+    if not torch.isfinite(waveform).all():
+        raise ValueError("the sound holds values that are not finite: load it again")
+
+
+def fit_sound(waveform: Tensor, num_samples: int) -> Tensor:
+    """Cuts sound (B, channels, N) to `num_samples`, or adds silence up to them."""
+    missing = num_samples - waveform.shape[-1]
+    return torch.nn.functional.pad(waveform, (0, missing)) if missing > 0 else waveform[..., :num_samples]
+
+
+def fit_sound_to_clip(waveform: Tensor, rate: int, num_frames: int, fps: float) -> tuple[Tensor, int]:
+    """Fits sound to a clip's length and returns it with the clip's number of audio latents.
+
+    Says so in a warning where more than one audio latent (40 ms) is cut off or added.
+    """
+    if num_frames < 1:
+        raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
+    num_latents = audio_latent_frames(num_frames, fps)
+    seconds, given = num_frames / fps, waveform.shape[-1] / rate
+    if given - seconds > 0.04:
+        log.warning("The sound of %.2f s is cut to the clip's %.2f s.", given, seconds)
+    elif seconds - given > 0.04:
+        log.warning("The sound of %.2f s is shorter than the clip's %.2f s: silence follows.", given, seconds)
+    return fit_sound(waveform, max(1, math.ceil(seconds * rate))), num_latents
