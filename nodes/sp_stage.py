@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from mgpu_runtime.pipeline.checks import check_plan
-from mgpu_runtime.pipeline.jobs import SCHEDULES, SPStage
+from mgpu_runtime.pipeline.client import Conditions
+from mgpu_runtime.pipeline.jobs import AUDIO_MODES, SAMPLERS, SCHEDULE_TOKENS, SCHEDULES, SPStage
 
-from .comfy import LTX_MGPU, io, run_job
-from .guidance import BY_MODEL, GuidanceWidgets
+from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, LTX_MGPU_GUIDANCE, io, run_job
+from .guidance import BY_MODEL, GuidanceSet, GuidanceWidgets
 from .handle import LTXHandle
 from .preflight import check_sp_stage
 from .widgets import seed_input
@@ -36,7 +38,7 @@ class LTXMGPUSPStage(io.ComfyNode):
             category="LTX MGPU",
             description="Makes video and sound with sequence parallelism: every worker holds a part of the tokens, and "
             "the clip is the one that a single GPU would have made.",
-            inputs=[*_wires(), *_sampling_widgets(), *_guidance_widgets()],
+            inputs=[*_wires(), *_sampling_widgets(), *_guidance_widgets(), *_later_inputs()],
             outputs=[
                 io.Latent.Output("video_latent", display_name="video latent", tooltip="The picture."),
                 io.Latent.Output("sound_latent", display_name="audio latent", tooltip="The sound."),
@@ -53,9 +55,11 @@ class LTXMGPUSPStage(io.ComfyNode):
         positive: Conditioning | None = None,
         **inputs: Any,
     ) -> list[str]:
-        check_sp_stage(cls.hidden.prompt or {}, cls.hidden.unique_id, ltx, latent, audio_latent)
         connected, negative = "negative" in inputs, inputs.pop("negative", None)
+        conditions = inputs.pop("conditions", ())
         job = _job(ltx, **inputs)
+        graph, node_id = cls.hidden.prompt or {}, cls.hidden.unique_id
+        check_sp_stage(graph, node_id, ltx, latent, audio_latent, job, conditions)
         if not connected:
             check_plan(job, ltx.client.check(), None)
         prompts = {"positive": (True, positive), "negative": (connected, negative)}
@@ -69,6 +73,7 @@ class LTXMGPUSPStage(io.ComfyNode):
         latent: Latent,
         negative: Conditioning | None = None,
         audio_latent: Latent | None = None,
+        conditions: Conditions = (),
         **widgets: Any,
     ) -> io.NodeOutput:
         start = read_latents(latent, audio_latent)
@@ -84,6 +89,8 @@ class LTXMGPUSPStage(io.ComfyNode):
                 start.video,
                 noise_mask=start.noise_mask,
                 audio_latent=start.audio,
+                audio_mask=start.audio_mask,
+                conditions=conditions,
                 watch=watch,
             ),
         )
@@ -92,15 +99,15 @@ class LTXMGPUSPStage(io.ComfyNode):
 
 def _job(
     ltx: LTXHandle,
-    fps: float,
-    seed: int,
-    schedule: str,
-    steps: int,
+    *,
     sigmas: torch.Tensor | None = None,
-    **guidance: float,
+    guidance: tuple[GuidanceSet, ...] = (),
+    **widgets: Any,
 ) -> SPStage:
-    job = SPStage(seed=seed, fps=fps, schedule=schedule, steps=steps, sigmas=read_sigmas(sigmas))
-    return GuidanceWidgets(**guidance).guide(job, ltx.client.check())
+    """Builds the job of some widgets; those that a graph of an earlier version lacks keep their defaults."""
+    guiding = {field.name: widgets.pop(field.name) for field in fields(GuidanceWidgets) if field.name in widgets}
+    job = SPStage(sigmas=read_sigmas(sigmas), loras=ltx.loras, **widgets)
+    return GuidanceWidgets(**guiding).guide(job, ltx.client.check(), guidance)
 
 
 def _wires() -> list[io.Input]:
@@ -121,7 +128,7 @@ def _wires() -> list[io.Input]:
         io.Latent.Input(
             "audio_latent",
             optional=True,
-            tooltip="Sound to start from; normally left open, and the model makes the sound.",
+            tooltip="Sound to start from, or to keep (audio_mode); normally left open, and the model makes the sound.",
         ),
         io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels to use unchanged instead of the schedule."),
     ]
@@ -143,14 +150,15 @@ def _sampling_widgets() -> list[io.Input]:
             options=list(SCHEDULES),
             default="auto",
             tooltip="distilled: the 8 fixed steps of the distilled model, no guidance. ltx2: the schedule of the full "
-            "model. auto: distilled if the checkpoint's file name says so, else ltx2.",
+            "model. hq: the high-quality preset, 15 steps of res_2s. linear_quadratic, beta: other ways to space the "
+            "steps. auto: distilled if the checkpoint's file name says so, else ltx2.",
         ),
         io.Int.Input(
             "steps",
             default=0,
             min=0,
             max=1000,
-            tooltip="Steps of the ltx2 schedule; 0 takes the model's own number. Leave it 0 with distilled or sigmas.",
+            tooltip="Steps of the schedule; 0 takes the model's own number. Leave it 0 with distilled or sigmas.",
         ),
     ]
 
@@ -174,4 +182,49 @@ def _guidance_widgets() -> list[io.Input]:
         ),
         scale("rescale", "0", "Pulls the contrast of the guided result back to normal.", high=1.0),
         scale("modality_scale", "1", "How strongly picture and sound follow each other."),
+    ]
+
+
+def _later_inputs() -> list[io.Input]:
+    """Inputs that came after the first release: optional, so that a graph without them runs as before."""
+    return [
+        io.Combo.Input(
+            "sampler",
+            options=list(SAMPLERS),
+            default="auto",
+            optional=True,
+            tooltip="euler: one evaluation a step. ancestral: the same with fresh noise. res_2s: two evaluations a "
+            "step, more exact, with fresh noise. auto: what the model and the schedule are made for.",
+        ),
+        io.Int.Input(
+            "max_batch_size",
+            default=0,
+            min=0,
+            max=1024,
+            optional=True,
+            tooltip="Guidance runs up to four passes a step; this is how many go through the model at once. 1 needs "
+            "the least memory, 0 sets no limit. The clip is the same.",
+        ),
+        io.Combo.Input(
+            "audio_mode",
+            options=list(AUDIO_MODES),
+            default="generate",
+            optional=True,
+            tooltip="generate: make sound with the picture. keep: leave the audio latent as it is and let the picture "
+            "follow it. none: a picture without sound.",
+        ),
+        io.Combo.Input(
+            "schedule_tokens",
+            options=list(SCHEDULE_TOKENS),
+            default="auto",
+            optional=True,
+            tooltip="What the ltx2 schedule is shifted by: anchor, the same for every size, or the clip's own number "
+            "of tokens. auto: the clip for hq, else anchor.",
+        ),
+        LTX_MGPU_CONDITIONS.Input(
+            "conditions", optional=True, tooltip="Pictures, clips and sound to follow, from the condition nodes."
+        ),
+        LTX_MGPU_GUIDANCE.Input(
+            "guidance", optional=True, tooltip="From Guidance (LTX MGPU), in place of the guidance widgets here."
+        ),
     ]

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from mgpu_runtime.pipeline.jobs import TDPStage
+from mgpu_runtime.pipeline.client import Conditions
+from mgpu_runtime.pipeline.jobs import SAMPLERS, TDPStage
 
-from .comfy import LTX_MGPU, io, run_job
+from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, io, run_job
 from .handle import LTXHandle
 from .preflight import TDP_MODES, TDP_NODE, check_tdp_stage, tdp_mode
 from .widgets import seed_input, tiles_sentence
@@ -39,7 +40,7 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
             category="LTX MGPU",
             description="Enlarges a clip with the latent upsampler and refines it. In tdp mode the picture is cut into "
             "overlapping tiles that the workers share; the sound of the first stage passes through.",
-            inputs=[*_wires(), *_widgets()],
+            inputs=[*_wires(), *_widgets(), *_later_inputs()],
             outputs=[
                 io.Latent.Output("video_latent", display_name="video latent", tooltip="The refined picture."),
                 io.Latent.Output(
@@ -58,7 +59,8 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
     @classmethod
     def check_lazy_status(cls, ltx: LTXHandle, latent: Latent, **inputs: Any) -> list[str]:
         positive, audio_latent = inputs.pop("positive", None), inputs.pop("audio_latent", None)
-        check_tdp_stage(ltx, latent, audio_latent, _job(latent, **inputs))
+        conditions = inputs.pop("conditions", ())
+        check_tdp_stage(ltx, latent, audio_latent, _job(latent, loras=ltx.loras, **inputs), conditions)
         return ["positive"] if positive is None else []
 
     @classmethod
@@ -68,18 +70,21 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
         positive: Conditioning,
         latent: Latent,
         audio_latent: Latent | None = None,
+        conditions: Conditions = (),
         **widgets: Any,
     ) -> io.NodeOutput:
         start = read_latents(latent, audio_latent)
-        job = _job(latent, **widgets)
+        job = _job(latent, loras=ltx.loras, **widgets)
         prompt = read_context(positive, "positive")
-        if start.noise_mask is not None:
-            log.warning("TDP Upscale Stage refines every frame: the latent's noise mask is not used here.")
+        if start.noise_mask is not None or start.audio_mask is not None:
+            log.warning("TDP Upscale Stage refines the whole clip: the latent's noise mask is not used here.")
         result = run_job(
             cls.hidden.unique_id,
             ltx.heading(_num_tokens(start.video, ltx.client.check().upsample_scale if job.upscale else 1)),
             ltx.guard,
-            lambda watch: ltx.client.tdp_stage(job, prompt, start.video, audio_latent=start.audio, watch=watch),
+            lambda watch: ltx.client.tdp_stage(
+                job, prompt, start.video, audio_latent=start.audio, conditions=conditions, watch=watch
+            ),
         )
         return io.NodeOutput(write_latent(latent, result.video, job.fps), write_audio_latent(result.audio, job.fps))
 
@@ -158,5 +163,24 @@ def _widgets() -> list[io.Input]:
             max=240.0,
             step=0.01,
             tooltip="Frames a second; 0 takes the latent's own, which SP Stage has written there.",
+        ),
+    ]
+
+
+def _later_inputs() -> list[io.Input]:
+    """Inputs that came after the first release: optional, so that a graph without them runs as before."""
+    return [
+        io.Combo.Input(
+            "sampler",
+            options=list(SAMPLERS),
+            default="auto",
+            optional=True,
+            tooltip="As in SP Stage; auto is euler. The high-quality preset refines with res_2s too.",
+        ),
+        LTX_MGPU_CONDITIONS.Input(
+            "conditions",
+            optional=True,
+            tooltip="Pictures, clips and sound to follow: connect the same as in SP Stage; they are fitted to the "
+            "larger picture.",
         ),
     ]

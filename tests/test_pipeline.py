@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mgpu_runtime.fleet import Event, JobCancelled, SymmetricRunnerError, current, stop
 from mgpu_runtime.pipeline.client import LTXClient, Watch
 from mgpu_runtime.pipeline.jobs import Decode, PromptContext, SPStage, TDPStage
 from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.sampling.patchify import audio_tokens, video_tokens
+from tests.conditioned import SOUND, conditioned_clips
 from tests.goldens import GOLDEN, TOY, Case, relative_error
 from tests.six_heads import write_six_heads
+from tests.weights_files import read_all
 
 UPSAMPLER = str(GOLDEN / "checkpoints" / "tiny_upsampler_x2.safetensors")
 
@@ -102,6 +105,7 @@ def _six_head_clip(checkpoint: Path, num_workers: int) -> dict[str, torch.Tensor
         "whole video": follows.video,
         "following audio": follows.audio,
         "frames": clip.frames,
+        **conditioned_clips(client),
     }
 
 
@@ -110,6 +114,9 @@ def test_the_same_seed_gives_the_same_clip_for_1_2_and_3_workers(tmp_path: Path)
     one = _six_head_clip(checkpoint, 1)
     assert torch.equal(one["kept audio"], one["stage 1 audio"])
     assert not torch.equal(one["following audio"], one["stage 1 audio"])
+    assert torch.equal(one["kept sound"], SOUND.expand(2, -1, -1, -1))
+    assert torch.equal(one["guided audio"][:, :, 3:7], SOUND[:, :, 3:7].expand(2, -1, -1, -1))
+    assert {name: bool(torch.isfinite(clip).all()) for name, clip in one.items()} == dict.fromkeys(one, True)
     assert one["tiled video"].shape == (2, 16, 3, 6, 10) and one["frames"].shape == (2 * 17, 192, 320, 3)
     for num_workers in (2, 3):
         many = _six_head_clip(checkpoint, num_workers)
@@ -255,13 +262,15 @@ def test_a_callback_that_raises_takes_its_job_with_it(two: LTXClient, prompts: t
 
 
 def test_what_only_the_first_rank_meets_costs_the_fleet_nothing(prompts: tuple, tmp_path: Path) -> None:
-    """A text encoder cut off in its weights passes every check of headers and fails where it is loaded, on rank 0."""
+    """A text encoder with NaN weights passes every check of headers and fails where it is loaded, on rank 0."""
     folder = tmp_path / "gemma"
     shutil.copytree(TOY / "gemma-toy", folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    tensors, metadata = read_all(folder / "model.safetensors")
+    tensors["language_model.model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "damaged", metadata=metadata)
+    os.replace(folder / "damaged", folder / "model.safetensors")
     client = LTXClient(replace(toy_client("cpu:2").settings, text_encoder=str(folder)))
-    with pytest.raises(SymmetricRunnerError, match="(?i)safetensor|incomplete|metadata"):
+    with pytest.raises(SymmetricRunnerError, match="'norm.weight' holds numbers that are not finite"):
         client.encode("a ball", "", 128)
     pids = current(client._key(), lambda: pytest.fail("the fleet was lost")).worker_pids
     assert client.sp_stage(STAGE, prompts[0], None, SMALL).video.shape == SMALL.shape

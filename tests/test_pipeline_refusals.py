@@ -148,7 +148,7 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(name: str) 
         (lambda: SPStage(-1, 24.0), "seed must be 0 to"),
         (lambda: SPStage(1, 0.0), "fps must be 1 to 240"),
         (lambda: SPStage(1, float("nan")), "fps must be 1 to 240"),
-        (lambda: SPStage(1, 24.0, "karras"), "schedule must be one of auto, distilled, ltx2, got 'karras'"),
+        (lambda: SPStage(1, 24.0, "karras"), "schedule must be one of auto, distilled, ltx2, .* got 'karras'"),
         (lambda: SPStage(1, 24.0, steps=-3), "steps must be 0"),
         (lambda: SPStage(1, 24.0, sigmas=(0.5, 0.7, 0.0)), "Sigmas must fall at every step, but 0.7 follows 0.5"),
         (lambda: SPStage(1, 24.0, sigmas=()), "at least one level above 0"),

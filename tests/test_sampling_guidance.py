@@ -1,5 +1,6 @@
 """Guidance: the combination, which passes are run, and that clips of a batch stay independent."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,15 @@ import torch
 
 from mgpu_runtime.models.streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO
 from mgpu_runtime.sampling.denoiser import GuidedDenoiser
-from mgpu_runtime.sampling.guidance import NEUTRAL, GuiderParams, combine, guidance_defaults
+from mgpu_runtime.sampling.guidance import (
+    HQ_DEFAULTS,
+    NEUTRAL,
+    GuiderParams,
+    combine,
+    guidance_defaults,
+    guider_at,
+    read_guiders,
+)
 from mgpu_runtime.sampling.noise import item_generators
 from mgpu_runtime.sampling.state import add_noise, audio_state, video_state
 from tests.goldens import golden, relative_error
@@ -111,6 +120,71 @@ def test_passes_are_one_batch_in_the_official_order():
     assert torch.all(perturbed[[AUDIO_TO_VIDEO, VIDEO_TO_AUDIO]] == 1)
     assert torch.all(isolated[[AUDIO_TO_VIDEO, VIDEO_TO_AUDIO]] == 0)
     assert torch.all(isolated[[VIDEO_SELF, AUDIO_SELF]] == 1)
+
+
+def test_the_high_quality_preset_is_the_published_one():
+    assert HQ_DEFAULTS.steps == 15
+    assert HQ_DEFAULTS.video == GuiderParams(cfg=3.0, rescale=0.45, modality=3.0)
+    assert HQ_DEFAULTS.audio == GuiderParams(cfg=7.0, rescale=1.0, modality=3.0)
+
+
+def test_a_stream_without_stg_is_not_perturbed_by_its_block_list():
+    """Official: both share one pass, but only blocks of the streams that ask for it count."""
+    model, silent = FakeModel(), GuiderParams(stg=0.0, stg_blocks=(0,))
+    GuidedDenoiser(model, POSITIVE, video=GuiderParams(stg=1.0, stg_blocks=(1,)), audio=silent, num_layers=3)(
+        *streams(), 0.7, 0
+    )
+    keep = model.calls[0].perturbation[:, :, 1]
+    assert keep[VIDEO_SELF].tolist() == [1, 0, 1] and keep[AUDIO_SELF].tolist() == [1, 1, 1]
+
+
+def test_guidance_follows_the_noise_level():
+    """From a level downwards: the smallest level at or above the step's holds, above all of them the base."""
+    early, late = GuiderParams(cfg=4.0), GuiderParams(cfg=2.0)
+    sets = read_guiders([(0.5, late), (0.9, early)])
+    assert [level for level, _ in sets] == [0.9, 0.5]
+    expected = {1.0: NEUTRAL, 0.91: NEUTRAL, 0.9: early, 0.51: early, 0.5: late, 0.01: late}
+    assert {sigma: guider_at(sigma, NEUTRAL, sets) for sigma in expected} == expected
+    model = FakeModel()
+    denoise = GuidedDenoiser(model, POSITIVE, NEGATIVE, video_by_sigma=sets, num_layers=3)
+    for step, sigma in enumerate((1.0, 0.9, 0.3)):
+        made, _ = denoise(*streams(), sigma, step)
+        plain = GuidedDenoiser(FakeModel(), POSITIVE, NEGATIVE, video=guider_at(sigma, NEUTRAL, sets), num_layers=3)(
+            *streams(), sigma, step
+        )
+        assert torch.equal(made, plain[0])
+    assert [call.rows for call in model.calls] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("levels", [(0.0,), (1.5,), (0.5, 0.5), (float("nan"),)])
+def test_bad_levels_of_guidance_are_refused(levels):
+    with pytest.raises(ValueError, match="Guidance changes"):
+        read_guiders([(level, NEUTRAL) for level in levels])
+
+
+def test_every_set_of_guidance_is_checked():
+    with pytest.raises(ValueError, match="needs a negative prompt"):
+        GuidedDenoiser(FakeModel(), POSITIVE, audio_by_sigma=((0.5, GuiderParams(cfg=2.0)),), num_layers=3)
+
+
+def test_rescaling_does_not_depend_on_the_number_of_threads():
+    cond, uncond = torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)
+    before, made = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            made.append(combine(GuiderParams(cfg=3.0, rescale=0.7), cond, uncond))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*made)
+
+
+def test_one_attention_mask_for_all_is_not_repeated_for_the_passes():
+    video, audio = streams()
+    video = replace(video, attention_mask=torch.ones(1, 12, 12))
+    model = FakeModel()
+    GuidedDenoiser(model, POSITIVE, NEGATIVE, video=VIDEO, audio=AUDIO, num_layers=3)(video, audio, 0.7, 0)
+    assert model.calls[0].video.attention_mask.shape == (1, 12, 12) and model.calls[0].rows == 4
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3])

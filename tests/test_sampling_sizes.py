@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mgpu_runtime.sampling.patchify import audio_latent, audio_tokens, video_latent, video_tokens
 from mgpu_runtime.sampling.positions import audio_positions, video_positions
-from mgpu_runtime.sampling.sigmas import DISTILLED_STAGE1, DISTILLED_STAGE2, TDP_STAGE2, check_sigmas, ltx2_sigmas
+from mgpu_runtime.sampling.sigmas import (
+    DISTILLED_STAGE1,
+    DISTILLED_STAGE2,
+    TDP_STAGE2,
+    beta_sigmas,
+    check_sigmas,
+    linear_quadratic_sigmas,
+    ltx2_sigmas,
+)
 from mgpu_runtime.sampling.sizes import audio_latent_frames, latent_size, pixel_frames, round_frames_up
 
 GOLDEN = Path(__file__).parent / "golden" / "golden"
@@ -30,6 +40,41 @@ def test_b20_b21_schedule_equals_golden(name):
 
 def test_b20_the_anchor_is_the_default_and_the_token_count_matters():
     assert ltx2_sigmas(20) == ltx2_sigmas(20, 4096) != ltx2_sigmas(20, 6144)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 8, 25, 30, 40])
+def test_b21_linear_quadratic_equals_diffusers(steps):
+    expected = [*linear_quadratic_schedule(steps, 0.025), 0.0]
+    assert linear_quadratic_sigmas(steps) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_distilled_list_is_linear_quadratic():
+    assert linear_quadratic_sigmas(8) == pytest.approx(DISTILLED_STAGE1, abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8, 30])
+def test_b21_beta_is_the_official_shift_of_diffusers_quantiles(steps):
+    quantiles = FlowMatchEulerDiscreteScheduler()._convert_to_beta(torch.tensor([1.0, 0.0]), steps + 1)[:-1]
+    times = ((torch.tensor(quantiles, dtype=torch.float64) * 9999).round() + 1) / 10000
+    expected = (2.37 + (times / (1 - times)).log()).sigmoid()
+    assert beta_sigmas(steps) == pytest.approx([*expected.tolist(), 0.0], abs=1e-9)
+
+
+def test_steps_that_meet_in_beta_count_once():
+    assert len(beta_sigmas(1000)) < 1001 and check_sigmas(beta_sigmas(1000)) == beta_sigmas(1000)
+
+
+@given(st.integers(1, 200), st.sampled_from([linear_quadratic_sigmas, beta_sigmas]))
+def test_other_schedules_pass_the_check_too(steps, schedule):
+    sigmas = schedule(steps)
+    assert check_sigmas(sigmas) == sigmas and len(sigmas) <= steps + 1
+    assert sigmas[0] == 1.0 and sigmas[-1] == 0.0
+
+
+@pytest.mark.parametrize("schedule", [linear_quadratic_sigmas, beta_sigmas, ltx2_sigmas])
+def test_a_schedule_of_no_step_is_refused(schedule):
+    with pytest.raises(ValueError, match="at least 1 step"):
+        schedule(0)
 
 
 def test_b22_fixed_lists_equal_golden():

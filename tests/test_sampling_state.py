@@ -155,3 +155,41 @@ def test_b35_audio_batch_of_1_is_shared_and_others_are_refused():
     assert fit_audio_latent(torch.zeros(1, 2, 9, 16), 9, 10).shape == (10, 2, 9, 16)
     with pytest.raises(ValueError, match="3 clips.*10"):
         fit_audio_latent(torch.zeros(3, 2, 9, 16), 9, 10)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1.0, 0.0, 1.0]]),
+        torch.tensor([[1.0, 0.0, 1.0]]).view(1, 1, 3, 1).expand(1, 2, 3, 16),
+        torch.tensor([[1.0, 0.0]]),  # one off, as an audio latent may be
+        torch.tensor([[1.0, 0.0, 1.0, 1.0]]),
+    ],
+)
+def test_a_noise_mask_of_the_sound_keeps_moments(mask):
+    latent = torch.randn(2, 2, 3, 16)
+    state = audio_state(latent, noise_mask=mask)
+    expected = [1.0, 0.0, 0.0] if mask.shape[1] == 2 and mask.dim() == 2 else [1.0, 0.0, 1.0]
+    assert state.denoise_mask[:, :, 0].tolist() == [expected] * 2 and not state.generates_all
+    noisy = state.with_noise(torch.randn(2, 3, 32), 1.0)
+    assert torch.equal(noisy.latent[:, 1], state.clean[:, 1])
+    assert noisy.timesteps(0.5)[:, :2].tolist() == [[0.5, 0.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (torch.ones(1, 6), "3 or 1 values"),
+        (torch.ones(3, 3), "2 or 1 by"),
+        (torch.ones(1, 1, 3, 16).cumsum(3) / 16, "same over all frequencies"),
+        (torch.full((1, 3), -1.0), "0 .keep. to 1"),
+        (torch.ones(3), "clips, frames"),
+    ],
+)
+def test_bad_noise_masks_of_a_sound_are_refused(mask, words):
+    with pytest.raises(ValueError, match=words):
+        audio_state(torch.zeros(2, 2, 3, 16), noise_mask=mask)
+
+
+def test_a_mask_of_ones_generates_the_whole_sound():
+    assert audio_state(torch.zeros(1, 2, 3, 16), noise_mask=torch.ones(1, 1)).generates_all

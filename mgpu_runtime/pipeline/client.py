@@ -5,8 +5,8 @@ warm fleet again. Knows no model code, so that a host process stays light.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,24 @@ from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_
 from ..parallel.limits import check_heads
 from ..sampling.sizes import pixel_frames
 from ..weights.facts import ModelFacts, describe
+from ..weights.lora_targets import LoRAReport, check_lora
 from . import checks, tensors
-from .jobs import Decode, Decoded, Encode, Job, PromptContext, SPStage, StageLatents, TDPStage, to_record
+from .condition_checks import check_conditions
+from .conditions import Condition
+from .jobs import (
+    Decode,
+    Decoded,
+    Encode,
+    Job,
+    LoRASpec,
+    PredictLength,
+    PromptContext,
+    SPStage,
+    StageLatents,
+    TDPStage,
+    to_record,
+)
+from .latents import EncodeAudio, EncodeVideo, check_sound, fit_sound_to_clip, prepare_clip
 from .settings import LTXSettings
 
 log = logging.getLogger("mgpu")
@@ -25,6 +41,8 @@ log = logging.getLogger("mgpu")
 RUNNER = "mgpu_runtime.pipeline.runner:LTXRunner"
 START_TIMEOUT = 300.0
 POLL_SECONDS = 0.2
+
+Conditions = Sequence[tuple[Condition, Tensor]]  # each with its tensor, see conditions.py
 
 
 @dataclass(frozen=True)
@@ -49,11 +67,18 @@ class LTXClient:
     def check(self) -> ModelFacts:
         """Reads file headers only and returns what the model is; raises ValueError where this fleet cannot run it."""
         settings = self.settings
-        facts = describe(settings.checkpoint, settings.upsampler, settings.text_encoder)
+        facts = describe(settings.checkpoint_files(), settings.upsampler, settings.text_encoder)
         num_workers = len(self.devices)
         check_heads(facts.num_heads, num_workers)
         check_heads(facts.audio_num_heads, num_workers)
         return facts
+
+    def check_loras(self, specs: Sequence[LoRASpec]) -> tuple[LoRAReport, ...]:
+        """Reads file headers only and returns what each LoRA does to the model, in order.
+
+        Raises ValueError for a file that is missing, broken or no LoRA, and for one that this model cannot take.
+        """
+        return tuple(check_lora(spec.path, self.settings.checkpoint_files()) for spec in specs)
 
     @property
     def devices(self) -> list[str]:
@@ -61,14 +86,34 @@ class LTXClient:
         return parse_devices(self.settings.devices)
 
     def encode(
-        self, prompt: str, negative_prompt: str = "", max_length: int = 1024, *, watch: Watch | None = None
+        self,
+        prompt: str,
+        negative_prompt: str = "",
+        max_length: int = 1024,
+        *,
+        mode: str = "auto",
+        release: bool = False,
+        loras: Sequence[LoRASpec] = (),
+        watch: Watch | None = None,
     ) -> tuple[PromptContext, PromptContext]:
-        """Encodes both prompts (either may be empty) into contexts of `max_length` tokens."""
-        job = Encode((prompt, negative_prompt), max_length)
+        """Encodes both prompts (either may be empty) into contexts of `max_length` tokens; see Encode.
+
+        Of `loras` those are used that change the text connectors; few do.
+        """
+        reports = self.check_loras(loras)
+        used = tuple(lora for lora, report in zip(loras, reports, strict=True) if report.connectors and lora.strength)
+        job = Encode((prompt, negative_prompt), max_length, mode, release, used)
         checks.check_components(job, self.check(), self.settings)
         contexts = self._run(job, {}, watch)["contexts"]
         positive, negative = (PromptContext(**context) for context in contexts)
         return positive, negative
+
+    def predict_seconds(self, context: PromptContext, *, watch: Watch | None = None) -> float:
+        """Returns the seconds that the shot of one prompt naturally takes, as the model's duration head predicts."""
+        job, facts = PredictLength(), self.check()
+        checks.check_components(job, facts, self.settings)
+        tensors.check_contexts(facts, 1, context, None)
+        return self._run(job, _context_tensors("positive", context), watch)["seconds"]
 
     def sp_stage(
         self,
@@ -79,34 +124,48 @@ class LTXClient:
         *,
         noise_mask: Tensor | None = None,
         audio_latent: Tensor | None = None,
+        audio_mask: Tensor | None = None,
         noise: tensors.Noise | None = None,
+        conditions: Conditions = (),
         watch: Watch | None = None,
     ) -> StageLatents:
         """Samples under sequence parallelism from latent (B, C, F, H, W); see SPStage.
 
         `noise_mask` is 1 where the clip is made and 0 where the latent stays, broadcastable to (B, 1, F, H, W).
-        `audio_latent` is the start of the sound. `noise` replaces the seeded noise: video (B, tokens, C), audio
-        (B, tokens, C').
+        `audio_latent` is the start of the sound, or what is kept of it: where `audio_mask` is 0, see
+        expand_audio_mask for its shapes, or all of it by audio_mode. `noise` replaces the seeded noise: video
+        (B, tokens, C), audio (B, tokens, C'), those that conditions append among the tokens. `conditions` are
+        pictures, clips and sound to follow, each with its tensor.
         """
+        job, condition_tensors = _with_conditions(job, conditions)
         facts = self.check()
         checks.check_components(job, facts, self.settings)
+        self.check_loras(job.loras)
         grid = tensors.check_video_latent(latent, facts, self.settings.sp_max_tokens)
         tensors.check_contexts(facts, latent.shape[0], positive, negative)
         checks.check_plan(job, facts, negative)
+        has_sound = job.sound != "none"
+        appended = check_conditions(
+            conditions, facts, grid, has_sound=has_sound, max_tokens=self.settings.sp_max_tokens
+        )
         if noise_mask is not None:
             tensors.check_noise_mask(noise_mask, latent)
         if audio_latent is not None:
             audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
+        checks.check_sound(job, audio_latent, audio_mask)
         if noise is not None:
-            num_sounds = tensors.num_audio_frames(grid[0], job.fps, facts) if job.with_audio else None
-            tensors.check_noise(noise, facts, grid, num_sounds, latent.shape[0])
+            makes_sound = job.sound == "generate"
+            num_sounds = tensors.num_audio_frames(grid[0], job.fps, facts) if makes_sound else None
+            tensors.check_noise(noise, facts, *_num_tokens(grid, num_sounds, appended), latent.shape[0])
         sent = {
             **_context_tensors("positive", positive),
             **_context_tensors("negative", negative),
             **_noise_tensors(noise),
             "latent": latent,
+            **condition_tensors,
             "noise_mask": noise_mask,
             "audio_latent": audio_latent,
+            "audio_mask": audio_mask,
         }
         return _stage_latents(self._run(job, sent, watch))
 
@@ -118,34 +177,85 @@ class LTXClient:
         *,
         audio_latent: Tensor | None = None,
         noise: tensors.Noise | None = None,
+        conditions: Conditions = (),
         watch: Watch | None = None,
     ) -> StageLatents:
-        """Upscales latent (B, C, F, H, W) and refines it; see TDPStage. Sound passes through, or follows by mode."""
+        """Upscales latent (B, C, F, H, W) and refines it; see TDPStage. Sound passes through, or follows by mode.
+
+        `noise` and `conditions` are as in sp_stage, the latter against the enlarged clip.
+        """
+        job, condition_tensors = _with_conditions(job, conditions)
         facts = self.check()
+        self.check_loras(job.loras)
         grid = checks.check_tdp(job, latent, facts, self.settings)
         tensors.check_contexts(facts, latent.shape[0], positive, None)
         if audio_latent is not None:
             audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
+        limit = self.settings.sp_max_tokens if job.mode == "sp" else None
+        appended = check_conditions(conditions, facts, grid, has_sound=audio_latent is not None, max_tokens=limit)
         if noise is not None:
             follows = job.mode == "sp" and audio_latent is not None
-            tensors.check_noise(noise, facts, grid, audio_latent.shape[2] if follows else None, latent.shape[0])
+            num_sounds = audio_latent.shape[2] if follows else None
+            tensors.check_noise(noise, facts, *_num_tokens(grid, num_sounds, appended), latent.shape[0])
         sent = {
             **_context_tensors("positive", positive),
             **_noise_tensors(noise),
+            **condition_tensors,
             "latent": latent,
             "audio_latent": audio_latent,
         }
         return _stage_latents(self._run(job, sent, watch))
 
+    def encode_video(self, images: Tensor, *, height: int = 0, width: int = 0, watch: Watch | None = None) -> Tensor:
+        """Encodes a clip (N, H, W, C) of 0..1 to a normalised latent (1, C, f, h, w), float32.
+
+        It is resized to fill `height` x `width` pixels and cropped at its centre where these are given; frames beyond
+        8k+1 are left out with a warning.
+        """
+        job, facts = EncodeVideo(), self.check()
+        checks.check_components(job, facts, self.settings)
+        checks.check_encoders(job, facts)
+        pixels = prepare_clip(images, facts, height, width)
+        return self._run(job, {"pixels": pixels}, watch)["latent"]
+
+    def encode_audio(
+        self,
+        waveform: Tensor,
+        rate: int,
+        *,
+        num_frames: int = 0,
+        fps: float = 24.0,
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Encodes sound (B, channels, N) of `rate` samples a second to a normalised latent (B, C', T, M), float32.
+
+        With `num_frames` it is fitted to a clip of so many frames: cut, or followed by silence, with a warning.
+        """
+        facts = self.check()
+        check_sound(waveform)
+        num_latents = 0
+        job = EncodeAudio(rate, num_latents)  # checks the rate, which the fitting divides by
+        if num_frames:
+            waveform, num_latents = fit_sound_to_clip(waveform, rate, num_frames, fps)
+            job = replace(job, num_latents=num_latents)
+        checks.check_components(job, facts, self.settings)
+        checks.check_encoders(job, facts)
+        return self._run(job, {"waveform": waveform}, watch)["latent"]
+
     def decode(
-        self, job: Decode, latent: Tensor, *, audio_latent: Tensor | None = None, watch: Watch | None = None
+        self, job: Decode, latent: Tensor | None, *, audio_latent: Tensor | None = None, watch: Watch | None = None
     ) -> Decoded:
-        """Decodes latent (B, C, F, H, W) to frames and, where given, an audio latent (B, C', T, M) to sound."""
+        """Decodes latent (B, C, F, H, W) to frames and, where given, an audio latent (B, C', T, M) to sound.
+
+        Without a latent only sound is made, and there are no frames.
+        """
         facts = self.check()
         checks.check_decode(job, latent, facts, self.settings, with_sound=audio_latent is not None)
         if audio_latent is not None:
             tensors.check_audio_latent(audio_latent, facts)
-        num_frames = latent.shape[0] * pixel_frames(latent.shape[2], facts.scale_factors[0])
+        num_frames = 0
+        if latent is not None:
+            num_frames = latent.shape[0] * pixel_frames(latent.shape[2], facts.scale_factors[0])
         frames = _Frames(watch or Watch(), num_frames)
         watch = Watch(frames.on_event, frames.watch.should_stop)
         result = self._run(job, {"latent": latent, "audio_latent": audio_latent}, watch)
@@ -193,6 +303,17 @@ def _follow(stream: Stream, watch: Watch) -> dict[str, Any]:
     return stream.result
 
 
+def _with_conditions(job: Job, conditions: Conditions) -> tuple[Job, dict[str, Tensor]]:
+    """Returns the job with its conditions and their tensors by name, as they travel."""
+    given = tuple(condition for condition, _ in conditions)
+    if job.conditions and job.conditions != given:
+        raise ValueError(
+            f"the job names {len(job.conditions)} conditions of its own: give each with its tensor as `conditions`"
+        )
+    sent = {f"condition_{number}": tensor for number, (_, tensor) in enumerate(conditions)}
+    return replace(job, conditions=given), sent
+
+
 class _Frames:
     """Collects decoded frames as they stream in; a long clip is gigabytes, so it is never held twice."""
 
@@ -218,6 +339,14 @@ def _context_tensors(name: str, context: PromptContext | None) -> dict[str, Tens
 def _noise_tensors(noise: tensors.Noise | None) -> dict[str, Tensor | None]:
     video, audio = noise if noise is not None else (None, None)
     return {"video_noise": video, "audio_noise": audio}
+
+
+def _num_tokens(
+    grid: tuple[int, int, int], num_sounds: int | None, appended: tuple[int, int]
+) -> tuple[int, int | None]:
+    """Counts the video and audio tokens of a stage, None for a sound that gets no noise."""
+    video = grid[0] * grid[1] * grid[2] + appended[0]
+    return video, None if num_sounds is None else num_sounds + appended[1]
 
 
 def _stage_latents(result: dict[str, Any]) -> StageLatents:

@@ -2,38 +2,45 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..fleet import RankInfo
-from ..models import audio_vae, connectors, text_encoder, upsampler, video_vae, vocoder
+from ..models import audio_vae, connectors, duration_head, mel, upsampler, video_vae, vocoder
 from ..models.builder import ComponentBuilder
 from ..models.transformer import LTXTransformer
 from ..models.transformer_builder import TransformerBuilder
 from ..parallel.attention_manager import AttentionManager
 from ..parallel.sequence_parallel import SequenceParallelModelWrapper
 from ..parallel.tiled_data_parallel import TiledDataParallelModelWrapper
-from ..tiling import Grid, TileCountConfig
+from ..tiling import Grid, TileCountConfig, TilePlace
 from ..weights.facts import ModelFacts
 from ..weights.keymaps import COMPONENTS
 from ..weights.registry import StateDictRegistry
-from .jobs import PromptContext
-from .settings import LTXSettings
+from ..weights.vae_configs import mel_layout
+from .jobs import Encode, LoRASpec, PromptContext
+from .loras import LoRASwitch, Say
+from .settings import WEIGHTS_IN_FP8, LTXSettings
+from .text_models import TextModels
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BUILDERS: dict[str, type[ComponentBuilder]] = {
     builder.component: builder
     for builder in (
-        TransformerBuilder,
         connectors.ConnectorsBuilder,
         video_vae.VideoVAEBuilder,
         audio_vae.AudioVAEBuilder,
         vocoder.VocoderBuilder,
         upsampler.UpsamplerBuilder,
+        duration_head.DurationHeadBuilder,
     )
 }
+
+
+def _say_nothing(line: str) -> None:
+    """Takes a line that nobody asked for."""
 
 
 class LTXModels:
@@ -50,6 +57,19 @@ class LTXModels:
         self.announce: Callable[[str], None] = lambda component: None  # is told what is about to be loaded
         self._modules: dict[str, nn.Module] = {}
         self._checked: set[str] = set()
+        self.text = TextModels(
+            settings,
+            info,
+            self._wide_dtype,
+            registry=self.registry,
+            load_connectors=self._connectors,
+            announce=lambda component: self.announce(component),
+        )
+        self._loras = LoRASwitch("transformer", info, self.registry, settings.checkpoint_files())
+        # each rank changes its connectors when it encodes, if it does
+        alone = replace(info, world_size=1)
+        self._prompt_loras = LoRASwitch("connectors", alone, self.registry, settings.checkpoint_files())
+        self._encode_loras: tuple[tuple[LoRASpec, ...], Say] = ((), _say_nothing)
 
     def check(self, components: Iterable[str]) -> None:
         """Compares components with their files' headers, once each; raises ValueError where one does not fit."""
@@ -64,9 +84,16 @@ class LTXModels:
         return self._component("transformer", self.dtype)
 
     @property
-    def video_vae(self) -> nn.Module:
+    def video_vae(self) -> video_vae.VideoVAE:
         """The video autoencoder."""
         return self._component("video_vae", self._wide_dtype)
+
+    def use_loras(self, specs: tuple[LoRASpec, ...], say: Say = _say_nothing) -> None:
+        """Gives the transformer these LoRAs and no others; collective, to be called before it is used.
+
+        `say` hears what was applied when the LoRAs are others than before. Raises RunnerError on every rank alike.
+        """
+        self._loras.use(specs, lambda: self.transformer, say)
 
     def sequence_parallel(self) -> SequenceParallelModelWrapper:
         """Returns the transformer with the video tokens spread over the ranks."""
@@ -91,42 +118,53 @@ class LTXModels:
             normalize_positions=normalize_positions,
         )
 
-    def encode(self, prompts: tuple[str, ...], max_length: int) -> list[PromptContext]:
-        """Encodes prompts on this rank's device; contexts come back on the CPU in float32."""
-        tokenizer, encoder = self._text_encoder
-        contexts = []
-        for prompt in prompts:
-            states = text_encoder.encode_prompts(tokenizer, encoder, [prompt], max_length=max_length)
-            # no mask: the connectors have put registers where the padding was
-            context = connectors.connect(self._component("connectors", self._wide_dtype), states.hidden, states.mask)
-            contexts.append(PromptContext(context.video.float().cpu(), context.audio.float().cpu()))
-        return contexts
+    def encode(self, request: Encode, say: Say = _say_nothing) -> list[PromptContext]:
+        """Encodes prompts; the contexts come back on the first rank, on the CPU in float32; collective.
+
+        `say` hears what LoRAs do to the connectors, when they are others than before.
+        """
+        self._encode_loras = (request.loras, say)
+        return self.text.encode(request)
+
+    def _connectors(self) -> nn.Module:
+        """The text connectors with the LoRAs of the encode job that is running, and no others."""
+        module = self._component("connectors", self._wide_dtype)
+        specs, say = self._encode_loras
+        self._prompt_loras.use(specs, lambda: module, say)
+        return module
+
+    def predict_seconds(self, video: Tensor, audio: Tensor) -> float:
+        """Returns the seconds that a prompt's contexts, (1, S, D) and (1, S, D'), ask for."""
+        return duration_head.predict_seconds(self._component("duration_head", torch.float32), video, audio)
 
     def upsample(self, latent: Tensor) -> Tensor:
         """Upscales a normalised video latent (B, C, F, H, W) in space; float32."""
         return upsampler.upsample(self._component("upsampler", self._wide_dtype), self.video_vae, latent)
 
-    def decode_video(self, latent: Tensor) -> Tensor:
-        """Decodes a normalised video latent (B, C, F, H, W) to pixels about -1..1, (B, 3, F', H', W')."""
-        return video_vae.decode(self.video_vae, latent)
+    def decode_video(self, latent: Tensor, *, place: TilePlace | None = None, seed: int = 0) -> Tensor:
+        """Decodes a normalised video latent (B, C, F, H, W) to pixels about -1..1, (B, 3, F', H', W').
+
+        `place` and `seed` matter to decoders that draw noise, see VideoVAE.decode.
+        """
+        return self.video_vae.decode(latent, place=place, seed=seed)
+
+    def encode_video(self, pixels: Tensor) -> Tensor:
+        """Encodes pixels (1, 3, N, H, W) of -1..1, N = 8k+1, to a normalised latent (1, C, f, h, w), float32, CPU."""
+        return self.video_vae.encode(pixels).cpu()
+
+    def encode_audio(self, waveform: Tensor, rate: int) -> Tensor:
+        """Encodes sound (B, channels, N) at any rate to a normalised latent (B, C', T, M), float32, CPU."""
+        layout = mel_layout(self.registry.checkpoint(self.settings.checkpoint_files()))
+        with _one_thread():
+            spectrogram = mel.log_mel(waveform, rate, layout)
+            return audio_vae.encode_mel(self._component("audio_vae", self._wide_dtype), spectrogram).cpu()
 
     def decode_audio(self, latent: Tensor) -> tuple[Tensor, int]:
         """Decodes a normalised audio latent (B, C, T, M) to sound (B, 2, N) float32 on the CPU and its rate in Hz."""
         module = self._component("vocoder", torch.float32)
         with _one_thread():
-            mel = audio_vae.decode_mel(self._component("audio_vae", self._wide_dtype), latent)
-            return vocoder.synthesize(module, mel).cpu(), vocoder.sample_rate(module)
-
-    @cached_property
-    def _text_encoder(self) -> tuple:
-        self.announce("text encoder")
-        return text_encoder.build_text_encoder(
-            self.settings.text_encoder,
-            self.info.device,
-            self._wide_dtype,
-            checkpoint=self.registry.checkpoint(self.settings.checkpoint),
-            registry=self.registry,
-        )
+            spectrogram = audio_vae.decode_mel(self._component("audio_vae", self._wide_dtype), latent)
+            return vocoder.synthesize(module, spectrogram).cpu(), vocoder.sample_rate(module)
 
     def _component(self, name: str, dtype: torch.dtype) -> nn.Module:
         if name not in self._modules:
@@ -135,12 +173,16 @@ class LTXModels:
         return self._modules[name]
 
     def _builder(self, name: str) -> ComponentBuilder:
-        path = self.settings.upsampler if name == "upsampler" else self.settings.checkpoint
-        return _BUILDERS[name](path, registry=self.registry)
+        paths = self.settings.upsampler if name == "upsampler" else self.settings.checkpoint_files()
+        if name == "transformer":
+            return TransformerBuilder(
+                paths, registry=self.registry, round_to_fp8=self.settings.precision == WEIGHTS_IN_FP8
+            )
+        return _BUILDERS[name](paths, registry=self.registry)
 
 
 def _dtype(precision: str, device: torch.device) -> torch.dtype:
-    if precision == "auto":
+    if precision in ("auto", WEIGHTS_IN_FP8):
         # CPUs compute bf16 slowly, and float32 is what makes worker counts agree bit for bit
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[precision]

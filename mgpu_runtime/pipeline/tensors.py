@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..parallel.limits import check_tokens
 from ..sampling.sizes import audio_latent_frames, pixel_frames
-from ..sampling.state import expand_noise_mask, fit_audio_latent
+from ..sampling.state import expand_audio_mask, expand_noise_mask, fit_audio_latent
 from ..weights.facts import ModelFacts
 from .jobs import PromptContext
 
@@ -60,6 +60,18 @@ def check_noise_mask(mask: Tensor, latent: Tensor) -> None:
     expand_noise_mask(mask, latent.shape[0], tuple(latent.shape[2:]))
 
 
+def check_audio_mask(mask: Tensor, audio_latent: Tensor | None) -> None:
+    """Checks that a noise mask of the sound fits the audio latent (B, C, T, M) whose parts it keeps."""
+    _check_numbers(mask, "audio noise mask")
+    if audio_latent is None:
+        raise ValueError(
+            "an audio noise mask needs an audio latent whose parts it keeps: connect one, or remove the mask"
+        )
+    if mask.numel() == 0:
+        raise ValueError(f"the audio noise mask is empty: {tuple(mask.shape)}")
+    expand_audio_mask(mask, audio_latent.shape[0], audio_latent.shape[2])
+
+
 def check_audio_latent(latent: Tensor, facts: ModelFacts) -> None:
     """Checks an audio latent (B, C, T, M) against the model."""
     _check_numbers(latent, "audio latent")
@@ -74,20 +86,18 @@ def check_audio_latent(latent: Tensor, facts: ModelFacts) -> None:
     _check_finite(latent, "audio latent")
 
 
-def check_noise(
-    noise: Noise, facts: ModelFacts, grid: tuple[int, int, int], num_audio_frames: int | None, batch: int
-) -> None:
-    """Checks given noise against what a stage makes: a video grid (F, H, W), and sound where it has audio frames."""
-    with_audio = num_audio_frames is not None
+def check_noise(noise: Noise, facts: ModelFacts, video_tokens: int, audio_tokens: int | None, batch: int) -> None:
+    """Checks given noise against the tokens of a stage, those of its conditions among them; None makes no sound."""
+    with_audio = audio_tokens is not None
     for name, tensor, wanted in zip(("video", "audio"), noise, (True, with_audio), strict=True):
         if (tensor is not None) != wanted:
             raise ValueError(
                 f"{name} noise is {'missing' if wanted else 'given'}, but the stage "
                 f"{'makes' if wanted else 'does not make'} {name}: give noise for what is made, or none at all"
             )
-    expected = {"video": (batch, grid[0] * grid[1] * grid[2], facts.video_channels)}
+    expected = {"video": (batch, video_tokens, facts.video_channels)}
     if with_audio:
-        expected["audio"] = (batch, num_audio_frames, facts.audio_channels * facts.audio_mel_bins)
+        expected["audio"] = (batch, audio_tokens, facts.audio_channels * facts.audio_mel_bins)
     for name, shape in expected.items():
         tensor = noise[0] if name == "video" else noise[1]
         if tensor is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.streams import AUDIO_SELF, AUDIO_TO_VIDEO, NUM_PERTURBATION_KINDS, VIDEO_SELF, VIDEO_TO_AUDIO, StreamInput
-from .guidance import NEUTRAL, GuiderParams, check_guidance, combine
+from .guidance import NEUTRAL, BySigma, GuiderParams, check_all_guidance, combine, guider_at
 from .state import StreamState
 
 Pair = tuple[Tensor | None, Tensor | None]  # video, audio
@@ -65,22 +65,26 @@ class GuidedDenoiser:
         *,
         video: GuiderParams = NEUTRAL,
         audio: GuiderParams = NEUTRAL,
+        video_by_sigma: BySigma = (),
+        audio_by_sigma: BySigma = (),
         num_layers: int | None = None,
         max_batch_size: int | None = None,
     ) -> None:
         """Checks that what the guidance needs is there.
 
         `num_layers` is the model's block count, needed for the perturbed and isolated passes; `max_batch_size` limits
-        the rows of one call (at least all clips of one pass). Raises ValueError where the negative prompt is missing
-        or an STG block is not in the model.
+        the rows of one call (at least all clips of one pass). See guider_at for the guidance by noise level. Raises
+        ValueError where the negative prompt is missing or an STG block is not in the model.
         """
-        check_guidance(video, audio, has_negative=negative is not None, num_layers=num_layers)
-        perturbs = video.needs_perturbed or audio.needs_perturbed
-        assert num_layers is not None or not (perturbs or video.needs_isolated or audio.needs_isolated)
+        check_all_guidance(
+            video, audio, video_by_sigma, audio_by_sigma, has_negative=negative is not None, num_layers=num_layers
+        )
+        guiders = [video, audio, *(guider for _, guider in (*video_by_sigma, *audio_by_sigma))]
+        assert num_layers is not None or not any(g.needs_perturbed or g.needs_isolated for g in guiders)
         self._model = model
         self._positive = positive
         self._negative = negative
-        self._guiders = (video, audio)
+        self._base = ((video, video_by_sigma), (audio, audio_by_sigma))
         self._num_layers = num_layers
         self._max_batch_size = max_batch_size
         self._last: Pair = (None, None)
@@ -89,27 +93,30 @@ class GuidedDenoiser:
     def __call__(self, video: StreamState | None, audio: StreamState | None, sigma: float, step: int) -> Pair:
         """Returns the guided predictions (B, T, C) float32 of both streams at a step (0-based)."""
         streams = (video, audio)
+        guiders = [guider_at(sigma, base, by_sigma) for base, by_sigma in self._base]
         due = [
             stream is not None and not stream.frozen and guider.is_due(step)
-            for stream, guider in zip(streams, self._guiders, strict=True)
+            for stream, guider in zip(streams, guiders, strict=True)
         ]
         if not any(due):
             return self._last
-        passes = self._passes(due, both=video is not None and audio is not None)
+        passes = self._passes(
+            [guider for guider, is_due in zip(guiders, due, strict=True) if is_due],
+            both=video is not None and audio is not None,
+        )
         predictions: dict[str, Pair] = {}
         for chunk in self._chunks(passes, (video or audio).batch):
-            predictions.update(self._run(chunk, streams, sigma))
+            predictions.update(self._run(chunk, streams, guiders, sigma))
         self._last = tuple(
-            _combine_items(self._guiders[i], {name: pair[i] for name, pair in predictions.items()})
+            _combine_items(guiders[i], {name: pair[i] for name, pair in predictions.items()})
             if due[i]
             else self._last[i]
             for i in (0, 1)
         )
         return self._last
 
-    def _passes(self, due: Sequence[bool], *, both: bool) -> list[_Pass]:
-        """Lists the passes that any due stream asks for, in the official order."""
-        guiders = [guider for guider, is_due in zip(self._guiders, due, strict=True) if is_due]
+    def _passes(self, guiders: Sequence[GuiderParams], *, both: bool) -> list[_Pass]:
+        """Lists the passes that any of the guidances asks for, in the official order."""
         passes = [_Pass("cond", self._positive)]
         if any(guider.needs_uncond for guider in guiders):
             passes.append(_Pass("uncond", self._negative))
@@ -131,7 +138,11 @@ class GuidedDenoiser:
         yield chunk
 
     def _run(
-        self, passes: Sequence[_Pass], streams: tuple[StreamState | None, StreamState | None], sigma: float
+        self,
+        passes: Sequence[_Pass],
+        streams: tuple[StreamState | None, StreamState | None],
+        guiders: Sequence[GuiderParams],
+        sigma: float,
     ) -> dict[str, Pair]:
         """Runs some passes as one call and returns each one's predictions."""
         video, audio = streams
@@ -140,7 +151,7 @@ class GuidedDenoiser:
         velocities = self._model.predict(
             None if video is None else _stream_input(video, sigma, text.video, text.mask),
             None if audio is None else _stream_input(audio, sigma, text.audio, text.mask),
-            self._perturbation(passes, batch),
+            self._perturbation(passes, guiders, batch),
         )
         split = [
             [None] * len(passes) if stream is None else _clean_latents(stream, velocity, sigma, len(passes))
@@ -162,17 +173,18 @@ class GuidedDenoiser:
             )
         return self._texts[names]
 
-    def _perturbation(self, passes: Sequence[_Pass], batch: int) -> Tensor | None:
+    def _perturbation(self, passes: Sequence[_Pass], guiders: Sequence[GuiderParams], batch: int) -> Tensor | None:
         """Builds the keep mask (4, layers, R), 0 where a pass bypasses an attention; None where none does."""
         if all(item.name in ("cond", "uncond") for item in passes):
             return None
         keep = torch.ones(NUM_PERTURBATION_KINDS, self._num_layers, len(passes) * batch)
-        video, audio = self._guiders
+        video, audio = guiders
         for index, item in enumerate(passes):
             rows = slice(index * batch, (index + 1) * batch)
             if item.name == "perturbed":
-                keep[VIDEO_SELF, list(video.stg_blocks), rows] = 0.0
-                keep[AUDIO_SELF, list(audio.stg_blocks), rows] = 0.0
+                for kind, guider in ((VIDEO_SELF, video), (AUDIO_SELF, audio)):
+                    if guider.needs_perturbed:  # official: blocks of a stream without STG do not count
+                        keep[kind, list(guider.stg_blocks), rows] = 0.0
             if item.name == "isolated":
                 keep[[AUDIO_TO_VIDEO, VIDEO_TO_AUDIO], :, rows] = 0.0
         return keep
@@ -201,9 +213,14 @@ def _stream_input(state: StreamState, sigma: float, context: Tensor, context_mas
         positions=repeat(state.positions),
         context=context,
         context_mask=context_mask,
-        attention_mask=repeat(state.attention_mask),
+        # one mask for all clips stays one: it is the largest thing here, and attention broadcasts it
+        attention_mask=state.attention_mask if _is_shared(state.attention_mask) else repeat(state.attention_mask),
         keyframes_mask=repeat(state.keyframes_mask),
     )
+
+
+def _is_shared(mask: Tensor | None) -> bool:
+    return mask is not None and mask.shape[0] == 1
 
 
 def _rows(values: Sequence[Tensor], state: StreamState) -> Tensor:

@@ -6,7 +6,9 @@ self-attention bypassed in some blocks: STG), isolated (the prompt, with video a
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -67,6 +69,36 @@ class GuiderParams:
 
 NEUTRAL = GuiderParams()
 
+BySigma = tuple[tuple[float, GuiderParams], ...]  # (from this noise level downwards, guidance)
+
+
+def read_guider(value: GuiderParams | dict[str, Any]) -> GuiderParams:
+    """Returns guidance given as itself or as its fields; raises TypeError for anything else."""
+    if isinstance(value, GuiderParams):
+        return value
+    return GuiderParams(**value)
+
+
+def read_guiders(pairs: Iterable[tuple[float, GuiderParams | dict[str, Any]]]) -> BySigma:
+    """Returns (level, guidance) pairs from the highest level down.
+
+    Raises ValueError for a level outside (0, 1] and for one that occurs twice.
+    """
+    made = sorted(((float(level), read_guider(guider)) for level, guider in pairs), key=lambda pair: -pair[0])
+    levels = [level for level, _ in made]
+    for level in levels:
+        if not 0.0 < level <= 1.0:  # false for NaN too
+            raise ValueError(f"Guidance changes at a noise level above 0 and up to 1, got {level}.")
+    if len(set(levels)) < len(levels):
+        raise ValueError(f"Guidance changes twice at one noise level: {levels}. Give each level once.")
+    return tuple(made)
+
+
+def guider_at(sigma: float, base: GuiderParams, by_sigma: BySigma) -> GuiderParams:
+    """Gives the guidance of a step: that of the smallest level at or above sigma, `base` above all levels."""
+    holding = [pair for pair in by_sigma if pair[0] >= sigma]
+    return min(holding, key=lambda pair: pair[0])[1] if holding else base
+
 
 def check_guidance(
     video: GuiderParams, audio: GuiderParams, *, has_negative: bool, num_layers: int | None = None
@@ -77,14 +109,27 @@ def check_guidance(
             f"Guidance of cfg {video.cfg:g} (video) and {audio.cfg:g} (audio) needs a negative prompt: connect the "
             "negative output of Encode Prompt, or set both to 1."
         )
-    if num_layers is None or not (video.needs_perturbed or audio.needs_perturbed):
-        return
     for name, guider in (("video", video), ("audio", audio)):
-        outside = [block for block in guider.stg_blocks if block >= num_layers]
-        if outside:
+        outside = [block for block in guider.stg_blocks if num_layers is not None and block >= num_layers]
+        if outside and guider.needs_perturbed:
             raise ValueError(
                 f"The {name} STG names block {outside[0]}, but this model's blocks are 0 to {num_layers - 1}."
             )
+
+
+def check_all_guidance(
+    video: GuiderParams,
+    audio: GuiderParams,
+    video_by_sigma: BySigma,
+    audio_by_sigma: BySigma,
+    *,
+    has_negative: bool,
+    num_layers: int | None = None,
+) -> None:
+    """Raises ValueError, as check_guidance does, where the guidance of any noise level lacks what it needs."""
+    pairs = [(video, audio), *((g, NEUTRAL) for _, g in video_by_sigma), *((NEUTRAL, g) for _, g in audio_by_sigma)]
+    for pair in pairs:
+        check_guidance(*pair, has_negative=has_negative, num_layers=num_layers)
 
 
 def combine(
@@ -109,7 +154,9 @@ def combine(
     if params.needs_isolated and isolated is not None:  # absent where there is no other stream to listen to
         result = result + (params.modality - 1.0) * (cond - isolated.float())
     if params.rescale != 0.0 and result is not cond:
-        result = result * (params.rescale * cond.std() / result.std() + (1.0 - params.rescale))
+        # in float64, where the order in which threads add up does not survive rounding
+        spread = cond.double().std() / result.double().std()
+        result = result * (params.rescale * spread + (1.0 - params.rescale)).float()
     return result
 
 
@@ -125,6 +172,13 @@ class GuidanceDefaults:
     steps: int
     video: GuiderParams
     audio: GuiderParams
+
+
+HQ_DEFAULTS = GuidanceDefaults(
+    steps=15,
+    video=GuiderParams(cfg=3.0, rescale=0.45, modality=3.0),
+    audio=GuiderParams(cfg=7.0, rescale=1.0, modality=3.0),
+)  # the official high-quality preset, made for the res_2s sampler
 
 
 def guidance_defaults(model_version: str | None, *, num_layers: int = 48) -> GuidanceDefaults:

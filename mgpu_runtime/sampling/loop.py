@@ -32,22 +32,31 @@ def denoise_loop(
     levels = check_sigmas(sigmas)
     step_once = stepper or EulerStepper()
     for step, (sigma, sigma_next) in enumerate(pairwise(levels)):
-        predictions = denoise(video, audio, sigma, step)
-        video, video_x0 = _advance(video, predictions[0], step_once, sigma, sigma_next)
-        audio, audio_x0 = _advance(audio, predictions[1], step_once, sigma, sigma_next)
+        clean = predict_clean(video, audio, denoise, sigma, step)
+        video, audio = (
+            state if state is None or state.frozen else state.with_latent(step_once(state, x0, sigma, sigma_next))
+            for state, x0 in zip((video, audio), clean, strict=True)
+        )
         if on_step is not None:
-            on_step(step + 1, len(levels) - 1, sigma, video_x0, audio_x0)
+            on_step(step + 1, len(levels) - 1, sigma, *clean)
     return video, audio
 
 
-def _advance(
-    state: StreamState | None, prediction: Tensor | None, stepper: Stepper, sigma: float, sigma_next: float
-) -> tuple[StreamState | None, Tensor | None]:
-    """Steps one stream; returns it with the prediction after the kept tokens were put back."""
+def predict_clean(
+    video: StreamState | None, audio: StreamState | None, denoise: Denoise, sigma: float, step: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Evaluates the model and puts the kept tokens back: clean predictions (B, T, C), None for an absent stream."""
+    predictions = denoise(video, audio, sigma, step)
+    clean_video, clean_audio = (
+        _kept(state, prediction) for state, prediction in zip((video, audio), predictions, strict=True)
+    )
+    return clean_video, clean_audio
+
+
+def _kept(state: StreamState | None, prediction: Tensor | None) -> Tensor | None:
     if state is None:
-        return None, None
+        return None
     if state.frozen:
-        return state, state.clean
+        return state.clean
     assert prediction is not None, "no prediction for a stream that is generated"
-    denoised = state.keep_clean(prediction)
-    return state.with_latent(stepper(state, denoised, sigma, sigma_next)), denoised
+    return state.keep_clean(prediction)

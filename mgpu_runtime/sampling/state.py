@@ -27,9 +27,10 @@ class StreamState:
         denoise_mask: 1 generates a token, 0 keeps it, between: kept with strength 1 - mask, (B, T, 1).
         positions: [start, end) of each token, (B, A, T, 2).
         keyframes_mask: 1 on tokens of a single pixel frame, (B, T, 1), or None.
-        attention_mask: self-attention weights in [0, 1], (B, T, T), or None.
+        attention_mask: self-attention weights in [0, 1], (B, T, T) or (1, T, T) for all clips, or None.
         frozen: the stream is only listened to: noise level 0 at every step.
         generates_all: the mask is 1 everywhere, so that one timestep does for all tokens of an item.
+        num_appended: how many of the last tokens are no part of the clip (conditioning.py).
     """
 
     latent: Tensor
@@ -40,6 +41,7 @@ class StreamState:
     attention_mask: Tensor | None = None
     frozen: bool = False
     generates_all: bool = False
+    num_appended: int = 0
 
     def __post_init__(self) -> None:
         batch, num_tokens, _ = self.latent.shape
@@ -52,6 +54,11 @@ class StreamState:
     def batch(self) -> int:
         """The number of clips."""
         return self.latent.shape[0]
+
+    @property
+    def num_own(self) -> int:
+        """The number of the clip's own tokens, which come first."""
+        return self.latent.shape[1] - self.num_appended
 
     @property
     def token_shape(self) -> tuple[int, int]:
@@ -118,19 +125,28 @@ def video_state(
     ).to(tokens.device)
 
 
-def audio_state(latent_BCTM: Tensor, *, frozen: bool = False) -> StreamState:
-    """Builds the audio stream from a latent (B, C, T, M); a frozen one is kept whole and only listened to."""
+def audio_state(latent_BCTM: Tensor, *, frozen: bool = False, noise_mask: Tensor | None = None) -> StreamState:
+    """Builds the audio stream from a latent (B, C, T, M): both the start and what a mask keeps.
+
+    A frozen one is kept whole and only listened to. `noise_mask` holds 1 where to generate and 0 where to keep; see
+    expand_audio_mask for its shapes.
+    """
     if latent_BCTM.dim() != 4:
         raise ValueError(f"An audio latent has 4 axes (B, C, T, M), got shape {tuple(latent_BCTM.shape)}.")
     tokens = audio_tokens(latent_BCTM.float())
     batch, num_tokens, _ = tokens.shape
+    mask = torch.ones(batch, num_tokens, 1)
+    if frozen:
+        mask = torch.zeros_like(mask)
+    elif noise_mask is not None:
+        mask = expand_audio_mask(noise_mask, batch, num_tokens)
     return StreamState(
         latent=tokens,
         clean=tokens,
-        denoise_mask=torch.full((batch, num_tokens, 1), 0.0 if frozen else 1.0),
+        denoise_mask=mask,
         positions=audio_positions(num_tokens, batch=batch),
         frozen=frozen,
-        generates_all=not frozen,
+        generates_all=bool((mask == 1).all()),
     ).to(tokens.device)
 
 
@@ -163,12 +179,48 @@ def expand_noise_mask(mask: Tensor, batch: int, grid: tuple[int, int, int]) -> T
         mask = mask.reshape(1, 1, -1, *shape[-2:])
     if mask.shape[0] not in (1, batch) or mask.shape[1] != 1:
         raise ValueError(f"A noise mask for {batch} clips must be ({batch} or 1, 1, F, H, W), got shape {shape}.")
-    mask = mask.float()
-    if not bool(((mask >= 0) & (mask <= 1)).all()):  # also false for NaN
-        raise ValueError("A noise mask must hold values from 0 (keep) to 1 (generate) only.")
+    mask = _checked_values(mask)
     if any(have not in (1, want) for have, want in zip(mask.shape[2:], grid, strict=True)):
         mask = torch.nn.functional.interpolate(mask, size=grid, mode="trilinear")
     return mask.expand(batch, 1, *grid)
+
+
+def expand_audio_mask(mask: Tensor, batch: int, num_tokens: int) -> Tensor:
+    """Expands a noise mask of a sound to one value per audio latent frame, (B, T, 1) float32.
+
+    Takes (B, T), or 4 axes (B, C, T, M) as ComfyUI's nodes make it; an axis of 1 is repeated. A time axis one off is
+    trimmed or repeated, like the latent itself. Raises ValueError for another size, for a mask that differs over
+    channels or frequencies (a token is a moment of sound, all of it), and for values outside 0..1.
+    """
+    shape = tuple(mask.shape)
+    if mask.dim() not in (2, 4):
+        raise ValueError(
+            f"A noise mask of a sound must be (clips, frames) or (clips, C, frames, M), got shape {shape}."
+        )
+    mask = _checked_values(mask)
+    if mask.dim() == 4:
+        first = mask[:, :1, :, :1]
+        if not torch.equal(mask, first.expand_as(mask)):
+            raise ValueError(
+                "A noise mask of a sound must be the same over all frequencies and channels: it keeps or generates "
+                "whole moments of sound."
+            )
+        mask = first[:, 0, :, 0]
+    if mask.shape[0] not in (1, batch) or (mask.shape[1] != 1 and abs(mask.shape[1] - num_tokens) > 1):
+        raise ValueError(
+            f"A noise mask for {batch} sounds of {num_tokens} frames (25 a second) must hold {batch} or 1 by "
+            f"{num_tokens} or 1 values, got shape {shape}."
+        )
+    if mask.shape[1] not in (1, num_tokens):
+        mask = torch.cat([mask, mask[:, -1:]], dim=1)[:, :num_tokens]
+    return mask.expand(batch, num_tokens)[:, :, None].contiguous()
+
+
+def _checked_values(mask: Tensor) -> Tensor:
+    mask = mask.float()
+    if not bool(((mask >= 0) & (mask <= 1)).all()):  # also false for NaN
+        raise ValueError("A noise mask must hold values from 0 (keep) to 1 (generate) only.")
+    return mask
 
 
 def _token_mask(noise_mask: Tensor | None, batch: int, grid: tuple[int, int, int]) -> tuple[Tensor, bool]:
