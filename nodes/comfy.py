@@ -26,9 +26,11 @@ except ImportError:
 from mgpu_runtime.fleet import Event, FleetError, JobCancelled
 from mgpu_runtime.pipeline.client import Watch
 
-__all__ = ["ComfyExtension", "io", "LTX_MGPU", "MemoryGuard", "run_job"]
+__all__ = ["ComfyExtension", "io", "LTX_MGPU", "LTX_MGPU_CONDITIONS", "LTX_MGPU_GUIDANCE", "MemoryGuard", "run_job"]
 
 LTX_MGPU = io.Custom("LTX_MGPU")
+LTX_MGPU_CONDITIONS = io.Custom("LTX_MGPU_CONDITIONS")
+LTX_MGPU_GUIDANCE = io.Custom("LTX_MGPU_GUIDANCE")
 
 _PREVIEW_SIDE = 512
 _T = TypeVar("_T")
@@ -37,26 +39,37 @@ _T = TypeVar("_T")
 # Model folders
 
 
-def model_names(kind: str) -> list[str]:
-    """Returns the files of a model folder, as ComfyUI lists them."""
-    return folder_paths.get_filename_list(kind)
+def model_names(*kinds: str) -> list[str]:
+    """Returns the files of model folders as ComfyUI lists them, folder by folder; a folder it lacks has none."""
+    known = [kind for kind in kinds if kind in folder_paths.folder_names_and_paths]
+    return list(dict.fromkeys(name for kind in known for name in folder_paths.get_filename_list(kind)))
 
 
-def model_path(kind: str, name: str) -> str:
-    """Returns the absolute path of a listed model file; raises ValueError when there is none of that name."""
-    path = folder_paths.get_full_path(kind, name) if name else None
+def model_path(kinds: str | tuple[str, ...], name: str) -> str:
+    """Returns the absolute path of a listed model file, from the first folder that has it.
+
+    Raises ValueError when there is none of that name.
+    """
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    known = [kind for kind in kinds if name and kind in folder_paths.folder_names_and_paths]
+    path = next(filter(None, (folder_paths.get_full_path(kind, name) for kind in known)), None)
     if path is None:
+        folders = " or ".join(f"models/{kind}" for kind in kinds)
         raise ValueError(
-            f"No file {name!r} under models/{kind}. Put it there, press R to refresh the lists, and choose it again."
+            f"No file {name!r} under {folders}. Put it there, press R to refresh the lists, and choose it again."
         )
     return os.path.abspath(path)
 
 
 def text_encoder_names() -> list[str]:
     """Returns the Gemma folders (those with a config.json) under text_encoders, then the single files."""
-    folders = sorted(_text_encoder_folders())
-    inside = tuple(name + os.sep for name in folders)
-    return folders + [name for name in model_names("text_encoders") if not name.startswith(inside)]
+    return sorted(_text_encoder_folders()) + text_encoder_files()
+
+
+def text_encoder_files() -> list[str]:
+    """Returns the single files under text_encoders, without those inside Gemma folders."""
+    inside = tuple(name + os.sep for name in _text_encoder_folders())
+    return [name for name in model_names("text_encoders") if not name.startswith(inside)]
 
 
 def text_encoder_path(name: str) -> str:

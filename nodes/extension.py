@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from .comfy import ComfyExtension, io
+from .conditions import (
+    LTXMGPUImageCondition,
+    LTXMGPULatentCondition,
+    LTXMGPUReferenceAudio,
+    LTXMGPUReferenceClip,
+)
 from .decode import LTXMGPUDistributedDecode
 from .encode import LTXMGPUEncodePrompt
+from .encode_audio import LTXMGPUEncodeAudio
+from .encode_video import LTXMGPUEncodeVideo
+from .guidance_node import LTXMGPUGuidance
 from .load import LTXMGPULoad
+from .lora import LTXMGPULoRA
+from .predict_length import LTXMGPUPredictLength
 from .sp_stage import LTXMGPUSPStage
 from .tdp_stage import LTXMGPUTDPUpscaleStage
 
@@ -15,6 +26,15 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     LTXMGPUSPStage,
     LTXMGPUTDPUpscaleStage,
     LTXMGPUDistributedDecode,
+    LTXMGPUImageCondition,
+    LTXMGPULatentCondition,
+    LTXMGPUReferenceClip,
+    LTXMGPUReferenceAudio,
+    LTXMGPULoRA,
+    LTXMGPUGuidance,
+    LTXMGPUEncodeVideo,
+    LTXMGPUEncodeAudio,
+    LTXMGPUPredictLength,
 )
 
 

@@ -9,6 +9,7 @@ Graph = dict[str, dict[str, Any]]
 
 # Core nodes that make a video latent and silently round its size down.
 _LATENT_MAKERS = ("EmptyLTXVLatentVideo", "LTXVImgToVideo")
+_LORA_NODE = "LTXMGPULoRA"
 
 
 def check_asked_size(graph: Graph, node_id: str, input_id: str) -> None:
@@ -36,6 +37,24 @@ def source(graph: Graph, node_id: str, input_id: str) -> dict[str, Any] | None:
     """Returns the node whose output is linked to an input, or None when it is not linked."""
     link = graph.get(node_id, {}).get("inputs", {}).get(input_id)
     return graph.get(str(link[0])) if isinstance(link, list) else None
+
+
+def loader_link(graph: Graph, inputs: dict[str, Any]) -> Any:
+    """Returns the link to the loader behind a node's `ltx` input; nodes that add a LoRA are passed over."""
+    return lora_chain(graph, inputs)[0]
+
+
+def lora_chain(graph: Graph, inputs: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns the link to the loader behind a node's `ltx` input, and the inputs of the LoRA nodes on the way."""
+    link = inputs.get("ltx")
+    passed: dict[str, dict[str, Any]] = {}
+    while isinstance(link, list) and str(link[0]) not in passed:
+        node = graph.get(str(link[0]), {})
+        if node.get("class_type") != _LORA_NODE:
+            break
+        passed[str(link[0])] = node.get("inputs", {})
+        link = node.get("inputs", {}).get("ltx")
+    return link, list(passed.values())
 
 
 def followers(graph: Graph, node_id: str, output: int, class_type: str, input_id: str) -> Iterator[dict[str, Any]]:

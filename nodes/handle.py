@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgpu_runtime.pipeline.client import LTXClient
+from mgpu_runtime.pipeline.jobs import LoRASpec
 from mgpu_runtime.pipeline.settings import LTXSettings
 
 from .comfy import MemoryGuard
@@ -29,15 +30,23 @@ _users: weakref.WeakValueDictionary[LTXSettings, _Users] = weakref.WeakValueDict
 
 @dataclass(frozen=True, eq=False)
 class LTXHandle:
-    """Holds the client of one configuration, its entry in ComfyUI's memory list, and its count of users."""
+    """Holds the client of one configuration, its entry in ComfyUI's memory list, and its count of users.
+
+    The LoRAs are for the stages that get this handle; they travel with each job and are no part of the configuration.
+    """
 
     client: LTXClient
     guard: MemoryGuard
     users: object
+    loras: tuple[LoRASpec, ...] = ()
 
     @property
     def settings(self) -> LTXSettings:
         return self.client.settings
+
+    def with_lora(self, lora: LoRASpec) -> LTXHandle:
+        """Returns a handle of the same fleet with one LoRA more."""
+        return replace(self, loras=(*self.loras, lora))
 
     def heading(self, num_tokens: int | None = None) -> str:
         """Returns the start of the text line on a node."""
@@ -50,12 +59,13 @@ def open_handle(settings: LTXSettings) -> LTXHandle:
     """Makes a handle after reading the files' headers; raises ValueError where the fleet could not run them."""
     client = LTXClient(settings)
     client.check()
+    num_bytes = sum(os.path.getsize(path) for path in settings.checkpoint_files())
     users = _users.get(settings)
     if users is None:
         users = _Users()
         _users[settings] = users
         weakref.finalize(users, _end_later, client).atexit = False
-    return LTXHandle(client, MemoryGuard(client.release, os.path.getsize(settings.checkpoint)), users)
+    return LTXHandle(client, MemoryGuard(client.release, num_bytes), users)
 
 
 def _end_later(client: LTXClient) -> None:

@@ -6,43 +6,67 @@ nodes behind the prompts; a ValueError raised in between stops the graph while i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mgpu_runtime.pipeline.checks import check_tdp
-from mgpu_runtime.pipeline.jobs import TDPStage
+from mgpu_runtime.pipeline.checks import check_components, check_sound, check_tdp
+from mgpu_runtime.pipeline.condition_checks import check_conditions
+from mgpu_runtime.pipeline.conditions import Condition
+from mgpu_runtime.pipeline.jobs import SPStage, TDPStage
 from mgpu_runtime.pipeline.tensors import check_audio_latent, check_video_latent
 
-from .graph import Graph, check_asked_size, followers
+from .graph import Graph, check_asked_size, followers, loader_link, lora_chain
 from .handle import LTXHandle
+from .lora import check_lora_inputs
 from .wires import Latent, read_latents
+
+Conditions = Sequence[tuple[Condition, Tensor]]
+Job = TypeVar("Job", SPStage, TDPStage)
 
 TDP_NODE = "LTXMGPUTDPUpscaleStage"
 TDP_MODES = {"tdp (audio kept)": "tdp", "sp (audio follows)": "sp"}
 
 
-def check_sp_stage(graph: Graph, node_id: str, ltx: LTXHandle, latent: Latent, audio_latent: Latent | None) -> None:
-    """Raises ValueError for a size, a latent or a following upscale stage that could not run."""
+def check_sp_stage(
+    graph: Graph,
+    node_id: str,
+    ltx: LTXHandle,
+    latent: Latent,
+    audio_latent: Latent | None,
+    job: SPStage,
+    conditions: Conditions = (),
+) -> None:
+    """Raises ValueError for a size, a latent, a condition or a following upscale stage that could not run."""
     check_asked_size(graph, node_id, "latent")
     start = read_latents(latent, audio_latent)
     facts = ltx.client.check()
-    check_video_latent(start.video, facts, ltx.settings.sp_max_tokens)
+    grid = check_video_latent(start.video, facts, ltx.settings.sp_max_tokens)
     if start.audio is not None:
         check_audio_latent(start.audio, facts)
-    own_fleet = graph.get(node_id, {}).get("inputs", {}).get("ltx")
+    check_sound(job, start.audio, start.audio_mask)
+    has_sound = job.sound != "none"
+    check_conditions(conditions, facts, grid, has_sound=has_sound, max_tokens=ltx.settings.sp_max_tokens)
+    check_components(_with(job, conditions), facts, ltx.settings)
+    own = graph.get(node_id, {}).get("inputs", {})
     for inputs in followers(graph, node_id, 0, TDP_NODE, "latent"):
-        if inputs.get("ltx") == own_fleet:
-            _check_follower(inputs, ltx, start.video)
+        if loader_link(graph, inputs) == loader_link(graph, own):
+            shared = conditions if inputs.get("conditions") == own.get("conditions") else ()
+            _check_follower(inputs, ltx, start.video, shared, has_sound=has_sound)
+            for lora in lora_chain(graph, inputs)[1]:
+                check_lora_inputs(ltx, lora)
 
 
-def check_tdp_stage(ltx: LTXHandle, latent: Latent, audio_latent: Latent | None, job: TDPStage) -> None:
-    """Raises ValueError for latents or tiles that could not run."""
+def check_tdp_stage(
+    ltx: LTXHandle, latent: Latent, audio_latent: Latent | None, job: TDPStage, conditions: Conditions = ()
+) -> None:
+    """Raises ValueError for latents, tiles or conditions that could not run."""
     start = read_latents(latent, audio_latent)
-    facts = ltx.client.check()
-    check_tdp(job, start.video, facts, ltx.settings)
     if start.audio is not None:
-        check_audio_latent(start.audio, facts)
+        check_audio_latent(start.audio, ltx.client.check())
+    _check_tdp(job, start.video, ltx, conditions, has_sound=start.audio is not None)
 
 
 def tdp_mode(choice: str) -> str:
@@ -52,13 +76,28 @@ def tdp_mode(choice: str) -> str:
     return TDP_MODES[choice]
 
 
-def _check_follower(inputs: dict[str, Any], ltx: LTXHandle, video: Tensor) -> None:
+def _check_follower(
+    inputs: dict[str, Any], ltx: LTXHandle, video: Tensor, conditions: Conditions, *, has_sound: bool
+) -> None:
     """Checks an upscale stage by its widgets, as far as they are plain values; a linked one is checked when it runs."""
     names = ("upscale", "tiles", "overlap", "mode")
     widgets = {name: inputs[name] for name in names if name in inputs and not isinstance(inputs[name], list)}
     if "mode" in widgets:
         widgets["mode"] = tdp_mode(widgets["mode"])
+    has_sound = has_sound and inputs.get("audio_latent") is not None
     try:
-        check_tdp(TDPStage(seed=0, fps=24.0, **widgets), video, ltx.client.check(), ltx.settings)
+        _check_tdp(TDPStage(seed=0, fps=24.0, **widgets), video, ltx, conditions, has_sound=has_sound)
     except ValueError as error:  # it is shown on the stage that is about to run
         raise ValueError(f"TDP Upscale Stage: {error}") from error
+
+
+def _check_tdp(job: TDPStage, video: Tensor, ltx: LTXHandle, conditions: Conditions, *, has_sound: bool) -> None:
+    facts = ltx.client.check()
+    grid = check_tdp(_with(job, conditions), video, facts, ltx.settings)
+    limit = ltx.settings.sp_max_tokens if job.mode == "sp" else None
+    check_conditions(conditions, facts, grid, has_sound=has_sound, max_tokens=limit)
+
+
+def _with(job: Job, conditions: Conditions) -> Job:
+    """Returns a stage with its conditions in it, as the client will send it."""
+    return replace(job, conditions=tuple(condition for condition, _ in conditions))

@@ -23,19 +23,20 @@ FRAME_RATE = "frame_rate"
 
 @dataclass(frozen=True)
 class StageLatents:
-    """What a stage starts from: video (B, C, F, H, W), its mask (1 = make, 0 = keep), audio (B, C, T, M), fps."""
+    """What a stage starts from: video (B, C, F, H, W), audio (B, C, T, M), their masks (1 = make, 0 = keep), fps."""
 
     video: Tensor
     noise_mask: Tensor | None
     audio: Tensor | None
+    audio_mask: Tensor | None
     frame_rate: float | None
 
 
 def read_latents(latent: Latent, audio_latent: Latent | None = None) -> StageLatents:
     """Reads a video LATENT and an optional audio LATENT; a nested (video, audio) one counts as both.
 
-    Samples and noise mask may each be nested or plain. Raises ValueError for wrong shapes, for two sources of audio,
-    for batches that do not fit and for a mask that keeps sound.
+    Samples and noise mask may each be nested or plain; an audio mask that keeps nothing counts as none. Raises
+    ValueError for wrong shapes, for two sources of audio, for batches that do not fit and for a mask without its sound.
     """
     video, audio = _streams(latent, "samples")
     mask, audio_mask = _streams(latent, "noise_mask")
@@ -46,27 +47,39 @@ def read_latents(latent: Latent, audio_latent: Latent | None = None) -> StageLat
                 f"The latent holds video {_shape(video)} and audio {_shape(audio)} already, and an audio latent is "
                 "connected too. Disconnect one of the two."
             )
-        audio, audio_mask = _read_audio(audio_latent)
+        audio = _one_stream(audio_latent, "audio latent", "audio")
+        audio_mask = audio_latent.get("noise_mask", audio_mask)
     if audio is not None:
         _expect_dims("audio latent", audio, 4, "(batch, channels, time, mel bins)")
         video, audio = _match_batches(video, audio)
-    if audio_mask is not None and not bool((audio_mask == 1).all()):
+    if audio_mask is not None and bool((audio_mask == 1).all()):
+        audio_mask = None
+    if audio_mask is not None and audio is None:
         raise ValueError(
-            f"The noise mask keeps parts of the sound (audio mask {_shape(audio_mask)}), and the stages mask video "
-            "only. Remove the audio mask."
+            f"The noise mask keeps parts of a sound (audio mask {_shape(audio_mask)}), but no audio latent is there to "
+            "keep. Connect it, or remove the audio mask."
         )
-    return StageLatents(_plain(video), _plain(mask), _plain(audio), latent.get(FRAME_RATE))
+    return StageLatents(_plain(video), _plain(mask), _plain(audio), _plain(audio_mask), latent.get(FRAME_RATE))
 
 
-def _read_audio(latent: Latent) -> tuple[Tensor, Tensor | None]:
-    """Returns samples (B, C, T, M) and mask of an audio LATENT; raises ValueError if it is nested."""
+def read_latent(latent: Latent, name: str) -> Tensor:
+    """Returns the samples (B, C, F, H, W) of a LATENT that must hold video alone; raises ValueError for another."""
+    samples = _one_stream(latent, name, "video")
+    _expect_dims(name, samples, 5, "(batch, channels, frames, height, width), as a stage or an encoder makes it")
+    return _plain(samples)
+
+
+def read_sound_latent(latent: Latent, name: str) -> Tensor:
+    """Returns the samples (B, C, T, M) of a LATENT that must hold sound alone; raises ValueError for another."""
+    samples = _one_stream(latent, name, "audio")
+    _expect_dims(name, samples, 4, "(batch, channels, time, mel bins), as Encode Audio makes it")
+    return _plain(samples)
+
+
+def is_sound(latent: Latent) -> bool:
+    """Tells a LATENT of sound alone, as ComfyUI's audio nodes and Encode Audio type it."""
     samples, second = _streams(latent, "samples")
-    if second is not None:
-        raise ValueError(
-            f"The audio latent holds two streams, {_shape(samples)} and {_shape(second)}. Separate them first "
-            "(LTXV Separate AV Latent) and connect the audio part."
-        )
-    return samples, latent.get("noise_mask")
+    return second is None and samples.ndim == 4 and latent.get("type") == "audio"
 
 
 def write_latent(source: Latent, samples: Tensor, frame_rate: float, **entries: Any) -> Latent:
@@ -90,8 +103,8 @@ def read_context(conditioning: Conditioning, name: str) -> PromptContext:
     video, extras = conditioning[0]
     if extras.get("keyframe_idxs") is not None:
         raise ValueError(
-            f"{name} carries guide frames (LTXV Add Guide), which this version cannot follow. "
-            "Remove the guide nodes, or start from an image through the latent's noise mask."
+            f"{name} carries guide frames (LTXV Add Guide), which the stages cannot follow. Remove the guide nodes and "
+            "connect the pictures through Image Condition (LTX MGPU) to the stage's conditions instead."
         )
     audio = extras.get(AUDIO_CONTEXT)
     if audio is None:
@@ -115,6 +128,17 @@ def read_sigmas(sigmas: Tensor | None) -> tuple[float, ...] | None:
 def write_audio(waveform: Tensor | None, sample_rate: int | None) -> dict[str, Any] | None:
     """Returns AUDIO of a waveform (B, 2, N), or None when there is no sound."""
     return None if waveform is None else {"waveform": waveform, "sample_rate": sample_rate}
+
+
+def _one_stream(latent: Latent, name: str, part: str) -> Tensor:
+    """Returns the samples of a LATENT that must not be nested; `part` is what to connect instead."""
+    samples, second = _streams(latent, "samples")
+    if second is not None:
+        raise ValueError(
+            f"The {name} holds two streams, {_shape(samples)} and {_shape(second)}. Separate them first "
+            f"(LTXV Separate AV Latent) and connect the {part} part."
+        )
+    return samples
 
 
 def _streams(latent: Latent, key: str) -> tuple[Tensor, Tensor | None]:

@@ -5,21 +5,56 @@ from collections.abc import Iterator
 import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed
 
-from mgpu_runtime.models import audio_vae, connectors, upsampler, video_vae, vocoder
+from mgpu_runtime.models import audio_vae, connectors, mel, upsampler, vocoder
+from mgpu_runtime.models.lora import LoRAFuser, read_deltas
+from mgpu_runtime.weights.lora import LoRAFile
+from mgpu_runtime.weights.lora_targets import lora_targets, match_lora
+from mgpu_runtime.weights.vae_configs import MelLayout
 from tests.conformance_bench import Bench, Triple
 from tests.goldens import Case
 
+PUBLISHED_MEL = MelLayout(rate=16000, window=1024, hop=160, bins=64)  # of the goldens' spectrograms
 UPSAMPLER_STATISTICS = "23"  # the goldens' wrapped upsampler uses the statistics of this style's autoencoder
 
 
-def check_transformer(case: Case, bench: Bench) -> Iterator[Triple]:
-    model = bench.sequence_parallel(case.facts["style"])
+def check_transformer(case: Case, bench: Bench, checkpoint: str = "{style}") -> Iterator[Triple]:
+    model = bench.sequence_parallel(checkpoint.format(style=_style(case)))
     velocities = model.predict(case.stream("video"), case.stream("audio"), case.get("perturbation_keep_mask"))
     for stream, velocity in zip(("video", "audio"), velocities, strict=True):
         for prefix in ("out", "out.unsharded"):
             expected = case.get(f"{prefix}.{stream}_velocity")
             if expected is not None:
                 yield f"{stream} velocity", velocity, expected
+
+
+def check_fp8(case: Case, bench: Bench) -> Iterator[Triple]:
+    yield from check_transformer(case, bench, "{style}_fp8")
+
+
+def _style(case: Case) -> str:
+    """Returns the style a case's facts name, else the second part of its own name."""
+    return case.facts.get("style") or case.name.split("_")[1]
+
+
+def check_lora(case: Case, bench: Bench) -> Iterator[Triple]:
+    """The LoRA of the case's style, fused by both rules, and the model as it was before and after."""
+    style, strength = case.facts["style"], case.facts["strength"]
+    path = bench.checkpoint(style)
+    model = bench.sequence_parallel(style)
+    file = LoRAFile(bench.directory / "checkpoints" / f"tiny_lora_ltx{style}.safetensors")
+    match = match_lora(file, lora_targets(bench.registry.checkpoint(path)))
+    deltas = read_deltas([(match, strength)], "transformer")
+    rules = {"out": LoRAFuser(model.model, rule="float32"), "bf16rule": LoRAFuser(model.model, rule="bf16")}
+    for prefix in ("base", "out", "bf16rule", "base"):
+        fuser = rules.get(prefix)
+        if fuser is not None:
+            fuser.fuse(deltas)
+        velocities = model.predict(case.stream("video"), case.stream("audio"))
+        if fuser is not None:
+            fuser.fuse({})
+        for stream, velocity in zip(("video", "audio"), velocities, strict=True):
+            if case.get(f"{prefix}.{stream}_velocity") is not None:
+                yield f"{prefix} {stream} velocity", velocity, case[f"{prefix}.{stream}_velocity"]
 
 
 def check_rope(case: Case, bench: Bench) -> Iterator[Triple]:
@@ -49,26 +84,26 @@ def check_connectors(case: Case, bench: Bench) -> Iterator[Triple]:
 
 
 def check_vae_decode(case: Case, bench: Bench) -> Iterator[Triple]:
-    yield "video decode", video_vae.decode(bench.vae(case.facts["style"]), case["latent"]), case["out.pixels"]
+    yield "video decode", bench.vae(case.facts["style"]).decode(case["latent"]), case["out.pixels"]
 
 
 def check_vae_encode(case: Case, bench: Bench) -> Iterator[Triple]:
     vae = bench.vae(case.facts["style"])
-    yield "video encode", video_vae.encode(vae, case["pixels"]), case["out.latent"]
-    yield "image encode", video_vae.encode(vae, case["image"]), case["out.image_latent"]
+    yield "video encode", vae.encode(case["pixels"]), case["out.latent"]
+    yield "image encode", vae.encode(case["image"]), case["out.image_latent"]
 
 
 def check_vae_statistics(case: Case, bench: Bench) -> Iterator[Triple]:
     vae = bench.vae(case.facts["style"])
     yield "statistics", torch.stack([vae.latents_mean, vae.latents_std]), torch.stack([case["mean"], case["std"]])
-    yield "normalize", video_vae.normalize(case["x"], vae), case["out.normalize"]
-    yield "un-normalize", video_vae.un_normalize(case["x"], vae), case["out.un_normalize"]
+    yield "normalize", vae.normalize(case["x"]), case["out.normalize"]
+    yield "un-normalize", vae.un_normalize(case["x"]), case["out.un_normalize"]
 
 
 def check_audio_decode(case: Case, bench: Bench) -> Iterator[Triple]:
     path = bench.checkpoint(case.facts["style"])
-    mel = audio_vae.decode_mel(bench.build(audio_vae.build_audio_vae, path, dtype=torch.float32), case["latent"])
-    yield "audio decode", mel, case["out.mel"]
+    decoded = audio_vae.decode_mel(bench.build(audio_vae.build_audio_vae, path, dtype=torch.float32), case["latent"])
+    yield "audio decode", decoded, case["out.mel"]
     module = bench.build(vocoder.build_vocoder, path)
     yield "vocoder", vocoder.synthesize(module, case["out.mel"])[0], case["out.waveform"]
     rate = torch.tensor(vocoder.sample_rate(module))
@@ -80,6 +115,13 @@ def check_audio_decode(case: Case, bench: Bench) -> Iterator[Triple]:
 def check_audio_encode(case: Case, bench: Bench) -> Iterator[Triple]:
     module = bench.build(audio_vae.build_audio_vae, bench.checkpoint(case.facts["style"]), dtype=torch.float32)
     yield "audio encode", audio_vae.encode_mel(module, case["mel"]), case["out.latent"]
+
+
+def check_audio_mel(case: Case, bench: Bench) -> Iterator[Triple]:
+    for name in sorted(name for name in case.tensors if name.startswith("waveform")):
+        rate = int(name.removeprefix("waveform_")) if "_" in name else PUBLISHED_MEL.rate
+        expected = case["out.mel" if "_" not in name else f"out.mel_from_{rate}"]
+        yield f"log-mel from {rate} Hz", mel.log_mel(case[name], rate, PUBLISHED_MEL), expected
 
 
 def check_upsampler(case: Case, bench: Bench) -> Iterator[Triple]:

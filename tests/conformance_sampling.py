@@ -11,6 +11,7 @@ from mgpu_runtime.sampling import patchify, positions, sigmas, sizes, steppers
 from mgpu_runtime.sampling.denoiser import GuidedDenoiser
 from mgpu_runtime.sampling.guidance import GuiderParams, combine
 from mgpu_runtime.sampling.loop import denoise_loop
+from mgpu_runtime.sampling.res2s import renoise
 from mgpu_runtime.sampling.state import StreamState, audio_state, video_state
 from tests.conformance_bench import Bench, Triple
 from tests.goldens import Case
@@ -27,11 +28,19 @@ def check_sigmas(case: Case, bench: Bench) -> Iterator[Triple]:
             yield name, torch.tensor(fixed[name]), expected
             continue
         kind, _, rest = name.partition(".steps")
-        steps, tokens = re.fullmatch(r"(\d+)\.tokens(?:default)?(\d+)", rest).groups()
+        steps = int(re.match(r"\d+", rest)[0])
+        if kind.startswith("linear_quadratic"):
+            threshold = re.search(r"threshold([\d.]*\d)", name)
+            options = {"linear_end": float(threshold[1])} if threshold else {}
+            yield "linear-quadratic schedule", torch.tensor(sigmas.linear_quadratic_sigmas(steps, **options)), expected
+            continue
+        if kind.startswith("beta"):
+            yield "beta schedule", torch.tensor(sigmas.beta_sigmas(steps)), expected
+            continue
+        tokens = int(re.search(r"\.tokens(?:default)?(\d+)", rest)[1])
         terminal = re.search(r"terminal([\d.]+)", kind)
         options = {"terminal": float(terminal[1])} if terminal else {"stretch": "nostretch" not in kind}
-        actual = sigmas.ltx2_sigmas(int(steps), int(tokens), **options)
-        yield "ltx2 schedule", torch.tensor(actual), expected
+        yield "ltx2 schedule", torch.tensor(sigmas.ltx2_sigmas(steps, tokens, **options)), expected
 
 
 def check_positions(case: Case, bench: Bench) -> Iterator[Triple]:
@@ -72,17 +81,20 @@ def check_guidance(case: Case, bench: Bench) -> Iterator[Triple]:
 
 def check_steppers(case: Case, bench: Bench) -> Iterator[Triple]:
     for name, expected in case.tensors.items():
-        found = re.fullmatch(r"out\.(euler|ancestral\.eta([\d.]+))\.step(\d+)", name)
+        found = re.fullmatch(r"out\.(euler|ancestral|res_?2s)(?:\.eta([\d.]+))?\.step(\d+)", name)
         if not found:
             continue
         step = int(found[3])
         levels = case["sigmas"][step : step + 2].tolist()
-        sample, denoised = case["sample"], case["denoised"]
-        if found[2] is None:
+        sample, denoised, noise = case["sample"], case["denoised"], case["noise"]
+        if found[1] == "euler":
             yield "euler", steppers.euler(sample, denoised, *levels), expected
-        else:
-            actual = steppers.ancestral(sample, denoised, *levels, case["noise"], float(found[2]))
+        elif found[1] == "ancestral":
+            actual = steppers.ancestral(sample, denoised, *levels, noise, float(found[2] or 1.0))
             yield "ancestral euler", actual, expected
+        else:
+            actual = denoised if levels[1] == 0.0 else renoise(sample, denoised, *levels, noise, float(found[2] or 0.5))
+            yield "res_2s noise", actual, expected
 
 
 def check_loop(case: Case, bench: Bench) -> Iterator[Triple]:
@@ -107,6 +119,10 @@ def check_loop(case: Case, bench: Bench) -> Iterator[Triple]:
         sound = patchify.audio_latent(audio.latent, channels)
         yield f"{stage} video", patchify.video_latent(video.latent, grid), case[f"out.{stage}.video"]
         yield f"{stage} audio", sound, case[f"out.{stage}.audio"]
+        slots = case.get(f"out.{stage}.generated_keyframes")
+        if slots is not None:  # single frames that the model makes beside the clip, in tokens behind it
+            tokens = video.latent[:, grid[0] * grid[1] * grid[2] :]
+            yield f"{stage} keyframe slots", patchify.video_latent(tokens, tuple(slots.shape[2:])), slots
 
 
 def _first_state(case: Case, stage: str, grid: tuple[int, int, int]) -> StreamState:
@@ -121,6 +137,7 @@ def _first_state(case: Case, stage: str, grid: tuple[int, int, int]) -> StreamSt
         case[f"{stage}.video_denoise_mask"],
         case[f"{stage}.video_positions"],
         case[f"{stage}.video_keyframes_mask"],
+        attention_mask=case.get(f"{stage}.video_attention_mask"),
     )
 
 
@@ -134,8 +151,8 @@ def _given_noise(case: Case, stage: str) -> steppers.Stepper:
             return denoised
         stream = "video" if denoised.shape[2] == width else "audio"
         step = min(range(len(levels)), key=lambda i: abs(levels[i] - sigma))
-        noise = case[f"{stage}.step{step}.{stream}_ancestral_noise"]
-        return state.keep_clean(steppers.ancestral(state.latent, denoised, sigma, sigma_next, noise))
+        noise, eta = case[f"{stage}.step{step}.{stream}_ancestral_noise"], case.facts.get("eta", 1.0)
+        return state.keep_clean(steppers.ancestral(state.latent, denoised, sigma, sigma_next, noise, eta))
 
     return step_once
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mgpu_runtime import tiling
-from mgpu_runtime.models import video_vae
 from mgpu_runtime.models.streams import StreamInput
 from mgpu_runtime.parallel.distributed_decoder import DistributedDecoder
 from mgpu_runtime.parallel.pixel_tiles import VAEShape
@@ -30,7 +29,7 @@ def check_vae_distributed(case: Case, bench: Bench) -> Iterator[Triple]:
     rows, columns, overlap = (int(n) for n in re.search(r"(\d+)x(\d+)_overlap(\d+)", case.name).groups())
     vae, queue = bench.vae(case.facts["style"]), _Frames()
     decoder = DistributedDecoder(
-        lambda latent: video_vae.decode(vae, latent),
+        lambda latent, place: vae.decode(latent, place=place),
         VAEShape.of(vae),
         queue=queue,
         group=bench.group,
@@ -39,7 +38,7 @@ def check_vae_distributed(case: Case, bench: Bench) -> Iterator[Triple]:
     decoder.decode(case["latent"])
     # frames are pixels / 2 + 0.5, clamped to 0..1: the clamp hides how large the forward's values are, and rounding
     # errors follow those (the golden itself is 1.7e-4 away from the same decode in float64)
-    largest = float(video_vae.decode(vae, case["latent"]).abs().max()) / 2
+    largest = float(vae.decode(case["latent"]).abs().max()) / 2
     if queue.pieces:  # on the driver only
         yield "distributed decode", torch.cat(queue.pieces), case["out.frames"], largest
 
@@ -71,11 +70,11 @@ def check_vae_tiled(case: Case, bench: Bench) -> Iterator[Triple]:
         for r, row_cells in enumerate(rows):
             for c, column_cells in enumerate(columns):
                 cells = tuple(slice(i.start, i.stop) for i in (time_cells, row_cells, column_cells))
-                pixels = video_vae.decode(vae, latent[(slice(None), slice(None), *cells)])
+                pixels = vae.decode(latent[(slice(None), slice(None), *cells)])
                 mask = weights[0][t][:, None, None] * weights[1][r][:, None] * weights[2][c]
                 spot = tuple(slice(i.start, i.stop) for i in (pixel_times[t], pixel_rows[r], pixel_columns[c]))
                 total[(slice(None), slice(None), *spot)] += pixels * mask
-    yield "untiled decode", video_vae.decode(vae, latent), case["out.untiled"]
+    yield "untiled decode", vae.decode(latent), case["out.untiled"]
     yield "tiled decode", total, case["out.tiled"]
 
 

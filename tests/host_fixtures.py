@@ -10,31 +10,62 @@ import json
 import subprocess
 import sys
 import time
+import wave
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from comfy_host import ROOT, ComfyHost, comfy_path
 
 API_WORKFLOW = ROOT / "workflows" / "api" / "ltx_mgpu_two_stage_t2v.json"
+SOUND, TONE_HZ = "sound.wav", 500.0
 UI_WORKFLOW = ROOT / "workflows" / "ltx_mgpu_two_stage_t2v.json"
 
-# Node ids of the bundled workflow.
+IMAGE_WORKFLOW = API_WORKFLOW.with_name("ltx_mgpu_two_stage_i2v.json")
+SOUND_WORKFLOW = API_WORKFLOW.with_name("ltx_mgpu_audio_to_video.json")
+
+# Node ids of the bundled workflow from text.
 LOAD, ENCODE, EMPTY, SP, TDP, DECODE, CREATE, SAVE = map(str, range(1, 9))
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ComfyHost]:
     """Gives one server to a test module."""
-    with ComfyHost() as server:
+    with furnished(ComfyHost()) as server:
         yield server
 
 
-def workflow_graph(**changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the bundled graph in API format; `n4={"seed": 1}` changes inputs of node 4, a value None removes one."""
-    graph = json.loads(API_WORKFLOW.read_text(encoding="utf-8"))
+def furnished(host: ComfyHost) -> ComfyHost:
+    """Gives a server that was not started yet what the workflows expect of a real one.
+
+    That is the picture that Load Image shows at first, a sound for Load Audio, and audio nodes that load.
+    """
+    inputs, packs = host.base / "input", host.base / "custom_nodes"
+    for folder in (inputs, packs):
+        folder.mkdir(parents=True, exist_ok=True)
+    (inputs / "example.png").symlink_to(comfy_path() / "input" / "example.png")
+    write_tone(inputs / SOUND, TONE_HZ)
+    (packs / "no_torchaudio").symlink_to(ROOT / "tests" / "stand_ins" / "no_torchaudio", target_is_directory=True)
+    return host
+
+
+def write_tone(path: Path, pitch: float, *, seconds: float = 1.0, rate: int = 48000) -> None:
+    """Writes a stereo sound file of one steady tone, Hz."""
+    wave_N = 0.3 * np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((wave_N * 32767).astype("<i2").repeat(2).tobytes())
+
+
+def workflow_graph(path: Path = API_WORKFLOW, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a graph in API format; `n4={"seed": 1}` changes inputs of node 4, a value None removes one."""
+    graph = json.loads(path.read_text(encoding="utf-8"))
     for node, inputs in changes.items():
         target = graph[node.removeprefix("n")]["inputs"]
         target.update(inputs)

@@ -76,6 +76,11 @@ TDP = {
 }
 FACTS = types.SimpleNamespace(
     version="2.3.0",
+    version_tuple=(2, 3, 0),
+    scale_factors=(8, 32, 32),
+    has_video_encoder=True,
+    has_audio_encoder=True,
+    audio_latent_rate=25.0,
     num_layers=48,
     is_distilled=False,
     video_channels=128,
@@ -113,6 +118,14 @@ class Client:
     def decode(self, *given: Any, watch: Any, **more: Any) -> Decoded:
         self.calls.append((given, more))
         return Decoded(torch.zeros(17, 8, 8, 3), torch.zeros(1, 2, 100), 48000)
+
+    def encode_video(self, *given: Any, watch: Any, **more: Any) -> torch.Tensor:
+        self.calls.append((given, more))
+        return torch.zeros(1, 128, 3, 4, 6)
+
+    def encode_audio(self, *given: Any, watch: Any, **more: Any) -> torch.Tensor:
+        self.calls.append((given, more))
+        return torch.zeros(1, 8, 18, 16)
 
     @property
     def last_job(self) -> Any:
@@ -169,6 +182,27 @@ def check_widgets_become_jobs() -> None:
     assert images.shape == (17, 8, 8, 3) and audio["waveform"].shape == (1, 2, 100) and audio["sample_rate"] == 48000
 
 
+def check_clips_and_sound_become_latents_and_come_back() -> None:
+    stage, images = Stage(), torch.zeros(17, 64, 96, 3)
+    (video,) = stage.ready("LTXMGPUEncodeVideo").execute(ltx=stage.ltx, images=images, width=192, height=0).args
+    assert video["samples"].shape == (1, 128, 3, 4, 6) and stage.client.calls[-1][1] == {"height": 0, "width": 192}
+    audio, node = {"waveform": torch.zeros(1, 1, 99), "sample_rate": 44100}, stage.ready("LTXMGPUEncodeAudio")
+    (sound,) = node.execute(ltx=stage.ltx, audio=audio, frames=0, fps=25.0, video_latent=video).args
+    assert stage.client.calls[-1][1] == {"num_frames": 17, "fps": 25.0} and stage.client.calls[-1][0][1] == 44100
+    assert sound["type"] == "audio" and sound["frame_rate"] == 25.0
+    node.execute(ltx=stage.ltx, audio=audio, video_latent={**video, "frame_rate": 24.0})
+    assert stage.client.calls[-1][1] == {"num_frames": 17, "fps": 24.0}
+    node.execute(ltx=stage.ltx, audio=audio)
+    assert stage.client.calls[-1][1] == {"num_frames": 0, "fps": 24.0}
+    decode = stage.ready("LTXMGPUDistributedDecode")
+    images, heard = decode.execute(ltx=stage.ltx, latent=sound, tiles="auto", overlap=4).args
+    assert images is None and heard["sample_rate"] == 48000 and stage.client.calls[-1][0][1] is None
+    decode.execute(ltx=stage.ltx, latent={**video, "frame_rate": 24.0}, tiles="auto", overlap=4, audio_latent=sound)
+    assert stage.client.last_job.fps == 24.0 and stage.client.calls[-1][1]["audio_latent"].shape == (1, 8, 18, 16)
+    said = _refusal(lambda: node.execute(ltx=stage.ltx, audio=audio, video_latent=sound))
+    assert "video latent" in said, said
+
+
 def check_guidance_by_hand_goes_over_the_models_own() -> None:
     stage = Stage()
     stage.run_sp(schedule="ltx2", negative=PROMPT, video_cfg=4.0, stg_block=3)
@@ -178,6 +212,29 @@ def check_guidance_by_hand_goes_over_the_models_own() -> None:
     stage.run_sp(schedule="distilled", negative=PROMPT, video_cfg=2.0)
     video, audio = stage.client.last_job.video, stage.client.last_job.audio
     assert (video.cfg, video.stg, video.modality, audio.cfg) == (2.0, 0.0, 1.0, 1.0), video
+
+
+def check_guidance_nodes_chain_by_noise_level() -> None:
+    stage, node = Stage(), Stage().ready("LTXMGPUGuidance")
+    names = [widget.id for widget in node.GET_SCHEMA().inputs if widget.id not in ("from_sigma", "guidance")]
+    defaults = {name: "" if "blocks" in name else 0 if "skip" in name else -1.0 for name in names}
+    early = {**defaults, "video_stg_blocks": "14, 19", "audio_stg_blocks": "28", "audio_rescale": 0.5}
+    (first,) = node.execute(from_sigma=1.0, **early).args
+    late = {**defaults, "video_cfg": 1.0, "video_skip_step": 2}
+    (both,) = node.execute(from_sigma=0.4, guidance=first, **late).args
+    stage.run_sp(schedule="ltx2", negative=PROMPT, guidance=both, sampler="res_2s", max_batch_size=1)
+    job = stage.client.last_job
+    assert (job.sampler, job.audio_mode, job.max_batch_size) == ("res_2s", "generate", 1), job
+    (level, strong), (lower, weak) = job.video_by_sigma
+    assert (level, lower, strong.cfg, strong.stg_blocks, weak.cfg) == (1.0, 0.4, 3.0, (14, 19), 1.0), job
+    assert (weak.skip_step, weak.stg_blocks, strong.skip_step) == (2, (28,), 0), job
+    assert [(g.cfg, g.rescale) for _, g in job.audio_by_sigma] == [(7.0, 0.5), (7.0, 0.7)], job
+    said = _refusal(lambda: node.execute(from_sigma=0.4, guidance=both, **late))
+    assert "two Guidance nodes of the chain hold from the noise level 0.4" in said, said
+    said = _refusal(lambda: stage.run_sp(schedule="ltx2", negative=PROMPT, guidance=both, video_cfg=2.0))
+    assert "put them back to -1, or disconnect" in said, said
+    assert "STG blocks are numbers" in node.validate_inputs(video_stg_blocks="14;19")
+    assert node.validate_inputs(video_stg_blocks="14, 19", audio_stg_blocks=None) is True
 
 
 def check_missing_frame_rate_is_refused() -> None:
@@ -321,9 +378,10 @@ _FAILURES = (
 )
 
 
-def main() -> None:
+def report(members: dict[str, Any]) -> None:
+    """Runs the checks among a program's members and prints how each ended."""
     results: dict[str, str | None] = {}
-    for name, check in list(globals().items()):
+    for name, check in list(members.items()):
         if name.startswith("check_"):
             try:
                 check()
@@ -334,4 +392,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(globals())

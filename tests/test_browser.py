@@ -12,18 +12,21 @@ from playwright.sync_api import Page
 
 from comfy_host import ROOT, ComfyHost
 from screenshot import api_graph, find_chromium, load_workflow, open_page
+from tests.host_fixtures import UI_WORKFLOW, furnished
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="no Chromium was found: apt-get install chromium, or set CHROMIUM to its path"
 )
 
 UI_FILES = sorted((ROOT / "workflows").glob("*.json"))
+RELEASED = sorted((ROOT / "tests" / "released").glob("*/*.json"))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["nodes 1", "nodes 2.0"])
 def front_end(request: pytest.FixtureRequest) -> Iterator[tuple[ComfyHost, Page, list[str]]]:
     """Gives a server, its page and the page's uncaught errors, once per kind of node display."""
-    with ComfyHost(settings={"Comfy.VueNodes.Enabled": request.param}) as host, open_page(host) as (page, errors):
+    host = furnished(ComfyHost(settings={"Comfy.VueNodes.Enabled": request.param}))
+    with host, open_page(host) as (page, errors):
         yield host, page, errors
 
 
@@ -50,9 +53,21 @@ def test_front_end_turns_the_ui_file_into_the_api_twin(
     assert _without_titles(api_graph(page)) == _without_titles(_read(path.parent / "api" / path.name))
 
 
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_b131_front_end_reads_every_value_of_a_released_file(
+    front_end: tuple[ComfyHost, Page, list[str]], path: Path
+) -> None:
+    _, page, _ = front_end
+    load_workflow(page, _read(path))
+    graph, released = api_graph(page), _read(path.parent / "api" / path.name)
+    assert graph.keys() == released.keys()
+    for key, node in released.items():
+        assert graph[key]["inputs"].items() >= node["inputs"].items(), node["class_type"]
+
+
 def test_node_shows_its_error_after_a_bad_input(front_end: tuple[ComfyHost, Page, list[str]]) -> None:
     host, page, _ = front_end
-    workflow = _read(UI_FILES[0])
+    workflow = _read(UI_WORKFLOW)
     empty = next(node for node in workflow["nodes"] if node["type"] == "EmptyLTXVLatentVideo")
     empty["widgets_values"][0] = 200
     load_workflow(page, workflow)

@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
-from comfy_host import ComfyHost, JobError, Listener
+from comfy_host import ROOT, ComfyHost, JobError, Listener
 from tests.clips import Clip, read_clip
 from tests.host_fixtures import (
+    API_WORKFLOW,
     EMPTY,
     ENCODE,
+    IMAGE_WORKFLOW,
+    SOUND_WORKFLOW,
     SP,
     TDP,
+    TONE_HZ,
     fleet_pids,
     fleet_processes,
     host,
@@ -76,6 +81,12 @@ def test_b129_another_graph_with_equal_loaders_shares_the_fleet(host: ComfyHost,
     pids = fleet_pids(host.pid)
     outputs = host.run(_renumbered(), timeout=120)
     assert fleet_pids(host.pid) == pids
+    assert np.array_equal(read_clip(host.output_path(outputs, ".mp4")).frames, clip.frames)
+
+
+def test_b131_graph_of_the_first_release_makes_the_same_clip(host: ComfyHost, first_run: Path, clip: Clip) -> None:
+    released = ROOT / "tests" / "released" / "0.1.0" / "api" / API_WORKFLOW.name
+    outputs = host.run(workflow_graph(released), timeout=120)
     assert np.array_equal(read_clip(host.output_path(outputs, ".mp4")).frames, clip.frames)
 
 
@@ -139,6 +150,42 @@ def test_sp_mode_refines_the_sound_too(host: ComfyHost, first_run: Path) -> None
     saved = read_clip(host.output_path(host.run(graph, timeout=180), ".mp4"))
     assert saved.frames.shape == (17, 256, 384, 3)
     assert saved.pitch() == pytest.approx(300, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def image_clip(host: ComfyHost, first_run: Path) -> Clip:
+    """Gives the clip of the workflow that begins with ComfyUI's example picture."""
+    return read_clip(host.output_path(host.run(workflow_graph(IMAGE_WORKFLOW), timeout=180), ".mp4"))
+
+
+def test_image_workflow_begins_with_its_picture(host: ComfyHost, image_clip: Clip, clip: Clip) -> None:
+    assert image_clip.frames.shape == (17, 256, 384, 3)
+    square = (
+        Image.open(host.base / "input" / "example.png").convert("RGB").resize((384, 384), Image.Resampling.BILINEAR)
+    )
+    picture = np.asarray(square.crop((0, 64, 384, 320)), dtype=np.float64)  # fills 384 x 256, cropped at its centre
+
+    def distance(frame: np.ndarray) -> float:
+        return float(np.sqrt(((frame - picture) ** 2).mean()))
+
+    assert distance(image_clip.frames[0]) < 65, "the toy's autoencoder alone is about 50 off"
+    assert min(distance(frame) for frame in [*clip.frames, *image_clip.frames[4:]]) > 130
+
+
+def test_b33_sound_workflow_carries_the_original_sound(host: ComfyHost, first_run: Path) -> None:
+    """Load Audio runs as ComfyUI has it, beside an empty stand-in for torchaudio (tests/stand_ins)."""
+    saved = read_clip(host.output_path(host.run(workflow_graph(SOUND_WORKFLOW), timeout=180), ".mp4"))
+    assert saved.frames.shape == (17, 256, 384, 3) and saved.sample_rate == 48000
+    assert saved.pitch() == pytest.approx(TONE_HZ, rel=0.02)
+    picture = len(saved.frames) / saved.fps
+    assert abs(saved.seconds_of_sound - picture) <= 0.04 + 1024 / saved.sample_rate  # one audio latent, one AAC frame
+
+
+def test_b127_image_workflow_is_the_same_again_with_one_worker(host: ComfyHost, image_clip: Clip) -> None:
+    outputs = host.run(workflow_graph(IMAGE_WORKFLOW, n1={"devices": "cpu:1"}), timeout=240)
+    again = read_clip(host.output_path(outputs, ".mp4"))
+    assert np.array_equal(again.frames, image_clip.frames)
+    assert np.array_equal(again.waveform, image_clip.waveform)
 
 
 def test_b130_free_memory_ends_the_workers_and_the_next_graph_starts_them(host: ComfyHost, first_run: Path) -> None:

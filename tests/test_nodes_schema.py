@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from comfy_host import ComfyHost, JobError, RequestError
-from tests.host_fixtures import EMPTY, ENCODE, LOAD, SP, TDP, fleet_pids, host, workflow_graph
+from tests.host_fixtures import EMPTY, ENCODE, IMAGE_WORKFLOW, LOAD, SP, TDP, fleet_pids, host, workflow_graph
 
 __all__ = ["host"]
 
@@ -17,17 +17,38 @@ NODES = {
     "LTXMGPUSPStage": ("SP Stage", ["LATENT", "LATENT"]),
     "LTXMGPUTDPUpscaleStage": ("TDP Upscale Stage", ["LATENT", "LATENT"]),
     "LTXMGPUDistributedDecode": ("Distributed Decode", ["IMAGE", "AUDIO"]),
+    "LTXMGPUPredictLength": ("Predict Length (LTX MGPU)", ["INT", "FLOAT"]),
+    "LTXMGPUGuidance": ("Guidance (LTX MGPU)", ["LTX_MGPU_GUIDANCE"]),
+    "LTXMGPUImageCondition": ("Image Condition (LTX MGPU)", ["LTX_MGPU_CONDITIONS"]),
+    "LTXMGPULatentCondition": ("Latent Condition (LTX MGPU)", ["LTX_MGPU_CONDITIONS"]),
+    "LTXMGPUReferenceClip": ("Reference Clip (LTX MGPU)", ["LTX_MGPU_CONDITIONS"]),
+    "LTXMGPUReferenceAudio": ("Reference Audio (LTX MGPU)", ["LTX_MGPU_CONDITIONS"]),
+    "LTXMGPUEncodeVideo": ("Encode Video (LTX MGPU)", ["LATENT"]),
+    "LTXMGPUEncodeAudio": ("Encode Audio (LTX MGPU)", ["LATENT"]),
+    "LTXMGPULoRA": ("LoRA (LTX MGPU)", ["LTX_MGPU"]),
 }
 
 # Released inputs keep their order, since saved workflows hold widget values by position. Append here, never insert.
 INPUT_ORDER = {
-    "LTXMGPULoad": "checkpoint text_encoder upsampler devices precision sp_max_tokens",
-    "LTXMGPUEncodePrompt": "ltx prompt negative_prompt max_length",
+    "LTXMGPULoad": "checkpoint text_encoder upsampler devices precision sp_max_tokens video_vae audio_vae "
+    "text_projection duration_head",
+    "LTXMGPUEncodePrompt": "ltx prompt negative_prompt max_length mode release_text_encoder",
     "LTXMGPUSPStage": "ltx positive latent fps seed schedule steps video_cfg audio_cfg video_stg audio_stg stg_block "
-    "rescale modality_scale negative audio_latent sigmas",
+    "rescale modality_scale negative audio_latent sigmas sampler max_batch_size audio_mode schedule_tokens conditions "
+    "guidance",
     "LTXMGPUTDPUpscaleStage": "ltx positive latent seed upscale mode tiles overlap normalize_positions fps "
-    "audio_latent sigmas",
+    "audio_latent sigmas sampler conditions",
     "LTXMGPUDistributedDecode": "ltx latent tiles overlap audio_latent",
+    "LTXMGPUPredictLength": "ltx positive fps max_seconds",
+    "LTXMGPUGuidance": "video_cfg video_stg video_stg_blocks video_rescale video_modality video_skip_step audio_cfg "
+    "audio_stg audio_stg_blocks audio_rescale audio_modality audio_skip_step from_sigma guidance",
+    "LTXMGPUImageCondition": "image frame strength crf attention conditions",
+    "LTXMGPULatentCondition": "latent frame strength attention conditions",
+    "LTXMGPUReferenceClip": "images strength downscale time_scale attention ltx conditions",
+    "LTXMGPUReferenceAudio": "audio_latent strength conditions",
+    "LTXMGPUEncodeVideo": "ltx images width height",
+    "LTXMGPUEncodeAudio": "ltx audio frames fps video_latent",
+    "LTXMGPULoRA": "ltx lora strength",
 }
 
 
@@ -48,6 +69,23 @@ def test_model_lists_show_files_and_gemma_folders(host: ComfyHost) -> None:
     assert required["checkpoint"][1]["options"] == ["ltx-toy-23.safetensors"]
     assert required["text_encoder"][1]["options"] == ["gemma-toy"]
     assert required["upsampler"][1]["options"] == ["none", "ltx-toy-upsampler-x2.safetensors"]
+
+
+def test_load_lists_transformers_and_parts_in_files_of_their_own(host: ComfyHost) -> None:
+    whole = (host.base / "models" / "checkpoints" / "ltx-toy-23.safetensors").resolve()
+    for place in ("diffusion_models/dit.safetensors", "vae/sound.safetensors", "text_encoders/projection.safetensors"):
+        path = host.base / "models" / place
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(whole)
+    inputs = host.get("/object_info/LTXMGPULoad")["LTXMGPULoad"]["input"]
+    checkpoints = inputs["required"]["checkpoint"][1]["options"]
+    assert checkpoints[0] == "ltx-toy-23.safetensors" and checkpoints[-1] == "dit.safetensors"
+    parts = {name: options[1] for name, options in inputs["optional"].items()}
+    assert {name: options["default"] for name, options in parts.items()} == dict.fromkeys(parts, "none")
+    assert parts["video_vae"]["options"] == parts["audio_vae"]["options"]
+    assert "sound.safetensors" in parts["audio_vae"]["options"]
+    assert "projection.safetensors" in parts["text_projection"]["options"]
+    assert parts["duration_head"]["options"] == ["none"]
 
 
 # Refused when queued: the text is shown at the input.
@@ -92,6 +130,8 @@ BEFORE_ANY_WEIGHT = [
     (LOAD, {"checkpoint": "absent.safetensors"}, LOAD, "No file 'absent.safetensors' under models/checkpoints"),
     (LOAD, {"checkpoint": "../../secret"}, LOAD, "No file '../../secret'"),
     (LOAD, {"text_encoder": "absent"}, LOAD, "No file 'absent' under models/text_encoders"),
+    (LOAD, {"video_vae": "absent.safetensors"}, LOAD, "No file 'absent.safetensors' under models/vae"),
+    (LOAD, {"audio_vae": "torn.safetensors"}, LOAD, "torn"),
     (LOAD, {"precision": "fp4"}, LOAD, "fp4"),
     (LOAD, {"checkpoint": "upsampler.safetensors"}, LOAD, "upsampler"),
     (LOAD, {"checkpoint": "torn.safetensors"}, LOAD, "torn"),
@@ -113,7 +153,9 @@ def bad_files(host: ComfyHost) -> None:
     upsampler = host.base / "models" / "latent_upscale_models" / "ltx-toy-upsampler-x2.safetensors"
     (folder / "upsampler.safetensors").symlink_to(upsampler.resolve())
     whole = (folder / "ltx-toy-23.safetensors").read_bytes()
-    (folder / "torn.safetensors").write_bytes(whole[: len(whole) // 2])
+    for path in (folder / "torn.safetensors", host.base / "models" / "vae" / "torn.safetensors"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(whole[: len(whole) // 2])
     (folder / "text.safetensors").write_text("this is no model\n", encoding="utf-8")
 
 
@@ -132,6 +174,33 @@ def test_bad_input_is_one_sentence_before_any_worker_starts(
     print(message)
     assert words in message and "\n" not in message and len(message) < 600, message
     assert not fleet_pids(host.pid)
+
+
+# The graph from an image: what is wrong with its condition, the node that says so, and its words.
+CONDITIONS = [
+    ({"frame": 99}, "6", "the clip has 17 frames"),
+    ({"frame": -18}, "6", "-17"),
+    ({"attention": 0.5}, "5", "no meaning for an image at frame 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "fails_at", "words"), CONDITIONS, ids=[str(case[0]) for case in CONDITIONS])
+def test_bad_condition_is_one_sentence_before_any_worker_starts(
+    host: ComfyHost, change: dict[str, Any], fails_at: str, words: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        host.run(workflow_graph(IMAGE_WORKFLOW, n5=change), timeout=30)
+    failure = caught.value.failure
+    assert failure["node_id"] == fails_at and words in failure["exception_message"], failure["exception_message"]
+    assert not fleet_pids(host.pid)
+
+
+@pytest.mark.parametrize("change", [{"strength": 1.5}, {"crf": 52}, {"crf": -2}, {"attention": -1.5}], ids=str)
+def test_bad_widget_of_a_condition_is_refused_at_its_input(host: ComfyHost, change: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        host.queue(workflow_graph(IMAGE_WORKFLOW, n5=change))
+    errors = caught.value.answer["node_errors"]["5"]["errors"]
+    assert [error["extra_info"]["input_name"] for error in errors] == list(change)
 
 
 def test_server_log_has_no_import_failure_of_the_pack(host: ComfyHost) -> None:

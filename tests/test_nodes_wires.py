@@ -11,8 +11,10 @@ from mgpu_runtime.pipeline.jobs import PromptContext
 from nodes.graph import check_asked_size, followers
 from nodes.wires import (
     read_context,
+    read_latent,
     read_latents,
     read_sigmas,
+    read_sound_latent,
     write_audio,
     write_audio_latent,
     write_context,
@@ -51,12 +53,45 @@ def test_b119_nested_and_plain_are_accepted_for_samples_and_mask_separately() ->
     both = read_latents({"samples": samples, "noise_mask": Nested(video_mask, audio_mask)})
     assert torch.equal(both.video, VIDEO) and torch.equal(both.audio, AUDIO)
     assert torch.equal(both.noise_mask, video_mask)
+    assert both.audio_mask is None  # it keeps nothing
     plain_mask = read_latents({"samples": samples, "noise_mask": video_mask})
     assert torch.equal(plain_mask.noise_mask, video_mask)
-    with pytest.raises(ValueError, match="audio mask 2 x 1 x 18 x 1"):
-        read_latents({"samples": samples, "noise_mask": Nested(video_mask, audio_mask * 0)})
-    with pytest.raises(ValueError, match="mask video"):
-        read_latents({"samples": VIDEO}, {"samples": AUDIO, "noise_mask": audio_mask * 0})
+
+
+def test_b119_a_mask_that_keeps_sound_is_passed_on_wherever_it_comes_from() -> None:
+    video_mask, audio_mask = torch.zeros(2, 1, 3, 1, 1), torch.ones(2, 1, 18, 1)
+    audio_mask[:, :, :5] = 0
+    nested = Nested(video_mask, audio_mask)
+    for latent, audio_latent in (
+        ({"samples": Nested(VIDEO, AUDIO), "noise_mask": nested}, None),
+        ({"samples": VIDEO, "noise_mask": nested}, {"samples": AUDIO}),
+        ({"samples": VIDEO, "noise_mask": video_mask}, {"samples": AUDIO, "noise_mask": audio_mask}),
+    ):
+        start = read_latents(latent, audio_latent)
+        assert torch.equal(start.audio_mask, audio_mask) and torch.equal(start.noise_mask, video_mask)
+    with pytest.raises(ValueError, match=r"audio mask 2 x 1 x 18 x 1.*no audio latent"):
+        read_latents({"samples": VIDEO, "noise_mask": nested})
+
+
+def test_one_stream_is_read_alone_and_a_nested_latent_gets_a_hint() -> None:
+    assert torch.equal(read_latent({"samples": VIDEO}, "keyframe"), VIDEO)
+    assert torch.equal(read_sound_latent({"samples": AUDIO}, "voice"), AUDIO)
+    with pytest.raises(ValueError, match=r"The keyframe holds two streams.*connect the video part"):
+        read_latent({"samples": Nested(VIDEO, AUDIO)}, "keyframe")
+    with pytest.raises(ValueError, match=r"The voice holds two streams.*connect the audio part"):
+        read_sound_latent({"samples": Nested(VIDEO, AUDIO)}, "voice")
+    with pytest.raises(ValueError, match="The keyframe has shape 2 x 8 x 18 x 16"):
+        read_latent({"samples": AUDIO}, "keyframe")
+    with pytest.raises(ValueError, match="The voice has shape 2 x 128 x 3 x 4 x 6"):
+        read_sound_latent({"samples": VIDEO}, "voice")
+
+
+def test_latent_of_image_to_video_nodes_keeps_its_first_frames() -> None:
+    """Is what LTXV Img To Video gives: the picture's latent in front, a mask of 1 - strength over those frames."""
+    mask = torch.ones(1, 1, 3, 1, 1)
+    mask[:, :, :1] = 1 - 0.75
+    start = read_latents({"samples": VIDEO[:1], "noise_mask": mask})
+    assert start.noise_mask.flatten().tolist() == [0.25, 1, 1] and start.audio_mask is None
 
 
 def test_b119_two_sources_of_audio_name_both_shapes() -> None:
@@ -119,7 +154,7 @@ def test_conditioning_from_elsewhere_names_encode_prompt() -> None:
 
 def test_guides_are_refused() -> None:
     extras = {"ltx_mgpu_audio_context": torch.zeros(1, 128, 64), "keyframe_idxs": torch.zeros(1, 3, 4)}
-    with pytest.raises(ValueError, match="guide frames"):
+    with pytest.raises(ValueError, match=r"guide frames.*Image Condition \(LTX MGPU\)"):
         read_context([[torch.zeros(1, 128, 192), extras]], "positive")
 
 

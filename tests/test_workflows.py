@@ -14,8 +14,11 @@ from tests.host_fixtures import host
 __all__ = ["host"]
 
 UI_FILES = sorted((ROOT / "workflows").glob("*.json"))
+RELEASED = sorted((ROOT / "tests" / "released").glob("*/*.json"))  # as every version shipped them, never changed
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 PLAIN_NODES = {"MarkdownNote", "Note"}  # of the front end alone
+# Widgets that the front end adds to core nodes behind those the server knows: a player, a button.
+FRONT_END_WIDGETS = {"LoadImage": ["upload"], "LoadAudio": ["audioUI", "upload"]}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -36,10 +39,12 @@ def test_b131_ui_file_fits_the_nodes_of_the_server(host: ComfyHost, path: Path) 
         if node["type"] in PLAIN_NODES:
             continue
         info = known[node["type"]]
-        widgets = _widgets(info)
+        added = FRONT_END_WIDGETS.get(node["type"], [])
+        widgets = _widgets(info) + added
         assert len(node["widgets_values"]) == len(widgets), (node["type"], widgets)
         for name, value in zip(widgets, node["widgets_values"], strict=True):
-            _check_widget(info, name, value)
+            if name not in added:
+                _check_widget(info, name, value)
         assert [output["type"] for output in node["outputs"]] == info["output"]
         assert [output["name"] for output in node["outputs"]] == info["output_name"]
 
@@ -65,10 +70,31 @@ def test_ui_file_and_api_twin_hold_the_same_values(host: ComfyHost, path: Path) 
     assert nodes.keys() == graph.keys()
     for key, node in nodes.items():
         assert node["type"] == graph[key]["class_type"]
-        widgets = zip(_widgets(known[node["type"]]), node["widgets_values"], strict=True)
-        inputs = {name: value for name, value in widgets if name != "control_after_generate"}
+        added = FRONT_END_WIDGETS.get(node["type"], [])
+        widgets = zip(_widgets(known[node["type"]]) + added, node["widgets_values"], strict=True)
+        inputs = {name: value for name, value in widgets if name not in ["control_after_generate", *added]}
         inputs |= {entry["name"]: links[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
-        assert inputs == graph[key]["inputs"], node["type"]
+        assert inputs == {name: value for name, value in graph[key]["inputs"].items() if name not in added}, node[
+            "type"
+        ]
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_b131_released_files_keep_each_value_at_its_widget(host: ComfyHost, path: Path) -> None:
+    """A file of an older version holds values by position, and an API file has no input that came later."""
+    workflow, graph = _read(path), _read(path.parent / "api" / path.name)
+    known = host.get("/object_info")
+    for node in workflow["nodes"]:
+        if node["type"] in PLAIN_NODES:
+            continue
+        info, inputs = known[node["type"]], graph[str(node["id"])]["inputs"]
+        by_position = dict(zip(_widgets(info), node["widgets_values"], strict=False))
+        assert len(by_position) == len(node["widgets_values"]), node["type"]
+        for name, value in by_position.items():
+            _check_widget(info, name, value)
+            assert name == "control_after_generate" or inputs[name] == value, (node["type"], name)
+        assert inputs.keys() >= info["input"].get("required", {}).keys(), "a newer input is required"
+        assert [output["type"] for output in node["outputs"]] == info["output"][: len(node["outputs"])]
 
 
 def test_only_the_ui_files_are_templates(host: ComfyHost) -> None:
