@@ -11,6 +11,7 @@ from mgpu_runtime.pipeline.conditions import (
     MAX_CRF,
     MAX_REFERENCE_FACTOR,
     Condition,
+    Conditions,
     ImageCondition,
     LatentCondition,
     ReferenceAudioCondition,
@@ -23,9 +24,7 @@ from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, io
 from .handle import LTXHandle
 from .wires import Latent, read_latent, read_sound_latent
 
-Conditions = tuple[tuple[Condition, Tensor], ...]
-
-BY_MODEL = -1
+CRF_BY_MODEL = -1
 NO_LIMIT = -1.0
 MAX_FRAME = 100_000
 
@@ -51,8 +50,8 @@ class LTXMGPUImageCondition(io.ComfyNode):
                 _strength_input("1 keeps the picture as it is, 0 ignores it."),
                 io.Int.Input(
                     "crf",
-                    default=BY_MODEL,
-                    min=BY_MODEL,
+                    default=CRF_BY_MODEL,
+                    min=CRF_BY_MODEL,
                     max=MAX_CRF,
                     tooltip="How coarsely a picture is compressed with H.264 first, since the model was trained on "
                     "frames of films and lets clean pictures stand still; 0 leaves it out. -1 takes the model's own "
@@ -68,11 +67,11 @@ class LTXMGPUImageCondition(io.ComfyNode):
         image: Tensor,
         frame: int,
         strength: float,
-        crf: int = BY_MODEL,
+        crf: int = CRF_BY_MODEL,
         attention: float = NO_LIMIT,
         conditions: Conditions | None = None,
     ) -> io.NodeOutput:
-        condition = ImageCondition(frame, strength, None if crf == BY_MODEL else crf, _limit(attention))
+        condition = ImageCondition(frame, strength, None if crf == CRF_BY_MODEL else crf, _limit(attention))
         return _chained(conditions, condition, _pictures(image, "image"))
 
 

@@ -8,6 +8,7 @@ from mgpu_runtime.sampling.sizes import pixel_frames
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
+from .widgets import fps_input
 from .wires import FRAME_RATE, Latent, read_latent, write_audio_latent
 
 
@@ -37,9 +38,7 @@ class LTXMGPUEncodeAudio(io.ComfyNode):
                     tooltip="Frames of the clip that the sound is fitted to: it is cut, or followed by silence. 0 "
                     "keeps the sound's own length, or the video latent's where one is connected.",
                 ),
-                io.Float.Input(
-                    "fps", default=24.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second of that clip."
-                ),
+                fps_input("Frames per second of that clip."),
                 io.Latent.Input(
                     "video_latent",
                     optional=True,

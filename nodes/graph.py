@@ -9,7 +9,7 @@ Graph = dict[str, dict[str, Any]]
 
 # Core nodes that make a video latent and silently round its size down.
 _LATENT_MAKERS = ("EmptyLTXVLatentVideo", "LTXVImgToVideo")
-_LORA_NODE = "LTXMGPULoRA"
+LORA_NODE = "LTXMGPULoRA"
 
 
 def check_asked_size(graph: Graph, node_id: str, input_id: str) -> None:
@@ -50,7 +50,7 @@ def lora_chain(graph: Graph, inputs: dict[str, Any]) -> tuple[Any, list[dict[str
     passed: dict[str, dict[str, Any]] = {}
     while isinstance(link, list) and str(link[0]) not in passed:
         node = graph.get(str(link[0]), {})
-        if node.get("class_type") != _LORA_NODE:
+        if node.get("class_type") != LORA_NODE:
             break
         passed[str(link[0])] = node.get("inputs", {})
         link = node.get("inputs", {}).get("ltx")

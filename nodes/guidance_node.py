@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .comfy import LTX_MGPU_GUIDANCE, io
-from .guidance import BY_MODEL, FROM_THE_START, GuidanceSet, StreamGuidance, read_blocks
+from .guidance import FROM_THE_START, GuidanceSet, StreamGuidance, read_blocks
+from .widgets import guidance_input
 
 _STREAMS = {"video": "the picture", "audio": "the sound"}
 MAX_SKIP = 100
@@ -69,21 +70,21 @@ def _stream(name: str, widgets: dict[str, float | int | str]) -> StreamGuidance:
 def _widgets(stream: str) -> list[io.Input]:
     of = _STREAMS[stream]
 
-    def scale(name: str, neutral: str, meaning: str, high: float = 30.0) -> io.Input:
-        tooltip = f"{meaning} {neutral} switches it off, -1 takes the model's own value (off when distilled)."
-        return io.Float.Input(f"{stream}_{name}", default=BY_MODEL, min=BY_MODEL, max=high, step=0.05, tooltip=tooltip)
-
     return [
-        scale("cfg", "1", f"How strongly {of} follows the prompt and avoids the negative prompt."),
-        scale("stg", "0", f"Spatio-temporal guidance of {of}: away from what a disturbed model would make."),
+        guidance_input(f"{stream}_cfg", "1", f"How strongly {of} follows the prompt and avoids the negative prompt."),
+        guidance_input(
+            f"{stream}_stg", "0", f"Spatio-temporal guidance of {of}: away from what a disturbed model would make."
+        ),
         io.String.Input(
             f"{stream}_stg_blocks",
             default="",
             tooltip=f'The blocks that spatio-temporal guidance disturbs for {of}, such as "28" or "14, 19"; empty '
             "takes the model's own.",
         ),
-        scale("rescale", "0", f"Pulls the contrast of the guided {stream} back to normal.", high=1.0),
-        scale("modality", "1", f"How strongly {of} follows the other of picture and sound."),
+        guidance_input(
+            f"{stream}_rescale", "0", f"Pulls the contrast of the guided {stream} back to normal.", high=1.0
+        ),
+        guidance_input(f"{stream}_modality", "1", f"How strongly {of} follows the other of picture and sound."),
         io.Int.Input(
             f"{stream}_skip_step",
             default=0,

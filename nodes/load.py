@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from mgpu_runtime.fleet import parse_devices
@@ -18,6 +17,7 @@ from .comfy import (
     text_encoder_path,
 )
 from .handle import open_handle
+from .widgets import fingerprint
 
 _NONE = "none"
 _CHECKPOINTS = ("checkpoints", "diffusion_models")  # whole models, then transformers alone
@@ -109,8 +109,7 @@ class LTXMGPULoad(io.ComfyNode):
             stamps = _settings(**inputs).stamps()
         except (ValueError, TypeError, OSError):
             return None
-        # ComfyUI writes this value into the files it saves, where nobody wants to find the paths of a disk
-        return hashlib.sha256(repr(stamps).encode("utf-8")).hexdigest()
+        return fingerprint(stamps)
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:

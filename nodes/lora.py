@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from typing import Any
 
 from mgpu_runtime.pipeline.jobs import LoRASpec
+from mgpu_runtime.weights.header import content_key
 from mgpu_runtime.weights.lora import LoRAFile
 
 from .comfy import LTX_MGPU, io, model_names, model_path
+from .graph import LORA_NODE
 from .handle import LTXHandle
+from .widgets import fingerprint
 
 FOLDER = "loras"
 
@@ -31,7 +32,7 @@ class LTXMGPULoRA(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="LTXMGPULoRA",
+            node_id=LORA_NODE,
             display_name="LoRA (LTX MGPU)",
             category="LTX MGPU",
             description="Adds a LoRA to the model. Chain several for several LoRAs. Only what is connected behind this "
@@ -71,12 +72,10 @@ class LTXMGPULoRA(io.ComfyNode):
     def fingerprint_inputs(cls, lora: str, **inputs: Any) -> Any:
         """Changes with the file's time, so that a replaced file is read again; an unknown name is left to execute."""
         try:
-            path = model_path(FOLDER, lora)
-            status = os.stat(path)
-        except (ValueError, TypeError, OSError):
+            stamp = content_key(model_path(FOLDER, lora))
+        except (ValueError, TypeError):
             return None
-        stamp = (path, status.st_mtime_ns, status.st_size)
-        return hashlib.sha256(repr(stamp).encode("utf-8", "surrogateescape")).hexdigest()
+        return fingerprint(stamp)
 
     @classmethod
     def execute(cls, ltx: LTXHandle, lora: str, strength: float) -> io.NodeOutput:

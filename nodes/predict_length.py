@@ -6,6 +6,7 @@ from mgpu_runtime.pipeline.text_length import clip_length
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
+from .widgets import fps_input
 from .wires import Conditioning, read_context
 
 
@@ -23,9 +24,7 @@ class LTXMGPUPredictLength(io.ComfyNode):
             inputs=[
                 LTX_MGPU.Input("ltx", tooltip="From Load LTX MGPU, with a duration_head file."),
                 io.Conditioning.Input("positive", tooltip="The prompt, from Encode Prompt."),
-                io.Float.Input(
-                    "fps", default=24.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second, as in SP Stage."
-                ),
+                fps_input("Frames per second, as in SP Stage."),
                 io.Float.Input(
                     "max_seconds",
                     default=20.0,

@@ -6,15 +6,14 @@ nodes behind the prompts; a ValueError raised in between stops the graph while i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mgpu_runtime.pipeline.checks import check_components, check_sound, check_tdp
+from mgpu_runtime.pipeline.checks import check_components, check_sound, check_tdp, token_limit
 from mgpu_runtime.pipeline.condition_checks import check_conditions
-from mgpu_runtime.pipeline.conditions import Condition
+from mgpu_runtime.pipeline.conditions import Conditions
 from mgpu_runtime.pipeline.jobs import SPStage, TDPStage
 from mgpu_runtime.pipeline.tensors import check_audio_latent, check_video_latent
 
@@ -23,7 +22,6 @@ from .handle import LTXHandle
 from .lora import check_lora_inputs
 from .wires import Latent, read_latents
 
-Conditions = Sequence[tuple[Condition, Tensor]]
 Job = TypeVar("Job", SPStage, TDPStage)
 
 TDP_NODE = "LTXMGPUTDPUpscaleStage"
@@ -94,8 +92,7 @@ def _check_follower(
 def _check_tdp(job: TDPStage, video: Tensor, ltx: LTXHandle, conditions: Conditions, *, has_sound: bool) -> None:
     facts = ltx.client.check()
     grid = check_tdp(_with(job, conditions), video, facts, ltx.settings)
-    limit = ltx.settings.sp_max_tokens if job.mode == "sp" else None
-    check_conditions(conditions, facts, grid, has_sound=has_sound, max_tokens=limit)
+    check_conditions(conditions, facts, grid, has_sound=has_sound, max_tokens=token_limit(job, ltx.settings))
 
 
 def _with(job: Job, conditions: Conditions) -> Job:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from mgpu_runtime.pipeline.checks import check_plan
-from mgpu_runtime.pipeline.client import Conditions
+from mgpu_runtime.pipeline.conditions import Conditions
 from mgpu_runtime.pipeline.jobs import AUDIO_MODES, SAMPLERS, SCHEDULE_TOKENS, SCHEDULES, SPStage
 
 from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, LTX_MGPU_GUIDANCE, io, run_job
-from .guidance import BY_MODEL, GuidanceSet, GuidanceWidgets
+from .guidance import GuidanceSet, GuidanceWidgets
 from .handle import LTXHandle
 from .preflight import check_sp_stage
-from .widgets import seed_input
+from .widgets import fps_input, guidance_input, seed_input
 from .wires import (
     Conditioning,
     Latent,
@@ -136,14 +136,7 @@ def _wires() -> list[io.Input]:
 
 def _sampling_widgets() -> list[io.Input]:
     return [
-        io.Float.Input(
-            "fps",
-            default=24.0,
-            min=1.0,
-            max=240.0,
-            step=0.01,
-            tooltip="Frames a second; the following nodes read it from the latent. Give Create Video the same.",
-        ),
+        fps_input("Frames a second; the following nodes read it from the latent. Give Create Video the same."),
         seed_input(),
         io.Combo.Input(
             "schedule",
@@ -164,15 +157,11 @@ def _sampling_widgets() -> list[io.Input]:
 
 
 def _guidance_widgets() -> list[io.Input]:
-    def scale(name: str, neutral: str, meaning: str, high: float = 30.0) -> io.Input:
-        tooltip = f"{meaning} {neutral} switches it off, -1 takes the model's own value (off when distilled)."
-        return io.Float.Input(name, default=BY_MODEL, min=BY_MODEL, max=high, step=0.05, tooltip=tooltip)
-
     return [
-        scale("video_cfg", "1", "How strongly the picture follows the prompt and avoids the negative prompt."),
-        scale("audio_cfg", "1", "How strongly the sound follows the prompt and avoids the negative prompt."),
-        scale("video_stg", "0", "Spatio-temporal guidance of the picture: steadier shapes and motion."),
-        scale("audio_stg", "0", "Spatio-temporal guidance of the sound."),
+        guidance_input("video_cfg", "1", "How strongly the picture follows the prompt and avoids the negative prompt."),
+        guidance_input("audio_cfg", "1", "How strongly the sound follows the prompt and avoids the negative prompt."),
+        guidance_input("video_stg", "0", "Spatio-temporal guidance of the picture: steadier shapes and motion."),
+        guidance_input("audio_stg", "0", "Spatio-temporal guidance of the sound."),
         io.Int.Input(
             "stg_block",
             default=-1,
@@ -180,8 +169,8 @@ def _guidance_widgets() -> list[io.Input]:
             max=1000,
             tooltip="The block that spatio-temporal guidance disturbs; -1 takes the model's own.",
         ),
-        scale("rescale", "0", "Pulls the contrast of the guided result back to normal.", high=1.0),
-        scale("modality_scale", "1", "How strongly picture and sound follow each other."),
+        guidance_input("rescale", "0", "Pulls the contrast of the guided result back to normal.", high=1.0),
+        guidance_input("modality_scale", "1", "How strongly picture and sound follow each other."),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgpu_runtime.pipeline.client import Conditions
+from mgpu_runtime.pipeline.conditions import Conditions
 from mgpu_runtime.pipeline.jobs import SAMPLERS, TDPStage
 
 from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, io, run_job
@@ -15,6 +15,7 @@ from .handle import LTXHandle
 from .preflight import TDP_MODES, TDP_NODE, check_tdp_stage, tdp_mode
 from .widgets import seed_input, tiles_sentence
 from .wires import (
+    FRAME_RATE,
     Conditioning,
     Latent,
     read_context,
@@ -102,7 +103,7 @@ def _job(
     sigmas: torch.Tensor | None = None,
     **fields: Any,
 ) -> TDPStage:
-    frame_rate = latent.get("frame_rate") if fps == FPS_OF_LATENT else fps
+    frame_rate = latent.get(FRAME_RATE) if fps == FPS_OF_LATENT else fps
     if frame_rate is None:
         raise ValueError(
             "fps is 0 (take it from the latent), but this latent carries no frame rate: set fps, or connect the video "

@@ -22,7 +22,7 @@ FRAME_RATE = "frame_rate"
 
 
 @dataclass(frozen=True)
-class StageLatents:
+class StageStart:
     """What a stage starts from: video (B, C, F, H, W), audio (B, C, T, M), their masks (1 = make, 0 = keep), fps."""
 
     video: Tensor
@@ -32,7 +32,7 @@ class StageLatents:
     frame_rate: float | None
 
 
-def read_latents(latent: Latent, audio_latent: Latent | None = None) -> StageLatents:
+def read_latents(latent: Latent, audio_latent: Latent | None = None) -> StageStart:
     """Reads a video LATENT and an optional audio LATENT; a nested (video, audio) one counts as both.
 
     Samples and noise mask may each be nested or plain; an audio mask that keeps nothing counts as none. Raises
@@ -59,7 +59,7 @@ def read_latents(latent: Latent, audio_latent: Latent | None = None) -> StageLat
             f"The noise mask keeps parts of a sound (audio mask {_shape(audio_mask)}), but no audio latent is there to "
             "keep. Connect it, or remove the audio mask."
         )
-    return StageLatents(_plain(video), _plain(mask), _plain(audio), _plain(audio_mask), latent.get(FRAME_RATE))
+    return StageStart(_plain(video), _plain(mask), _plain(audio), _plain(audio_mask), latent.get(FRAME_RATE))
 
 
 def read_latent(latent: Latent, name: str) -> Tensor:

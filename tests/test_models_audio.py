@@ -13,7 +13,8 @@ from mgpu_runtime.models.audio_vae import build_audio_vae, decode_mel, encode_me
 from mgpu_runtime.models.mel import FLOOR, log_mel, to_stereo
 from mgpu_runtime.models.resample import resample
 from mgpu_runtime.models.vocoder import build_vocoder, sample_rate, synthesize
-from mgpu_runtime.pipeline.latents import EncodeAudio, check_sound, fit_sound, fit_sound_to_clip
+from mgpu_runtime.pipeline.jobs import EncodeAudio
+from mgpu_runtime.pipeline.latents import check_waveform, fit_sound, fit_sound_to_clip
 from mgpu_runtime.sampling.sizes import audio_latent_frames
 from mgpu_runtime.weights.bundle import Checkpoint
 from mgpu_runtime.weights.checkpoint import CheckpointFile
@@ -133,7 +134,7 @@ def test_b34_sound_longer_than_the_clip_is_cut_and_shorter_is_followed_by_silenc
 )
 def test_b34_what_is_no_sound_is_refused(sound: Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_sound(sound)
+        check_waveform(sound)
 
 
 @pytest.mark.parametrize(

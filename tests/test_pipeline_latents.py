@@ -11,8 +11,8 @@ from mgpu_runtime.fleet import stop
 from mgpu_runtime.models.video_vae import build_video_vae
 from mgpu_runtime.pipeline.checks import check_decode
 from mgpu_runtime.pipeline.client import LTXClient
-from mgpu_runtime.pipeline.jobs import Decode, from_record, to_record
-from mgpu_runtime.pipeline.latents import EncodeAudio, EncodeVideo, prepare_clip
+from mgpu_runtime.pipeline.jobs import Decode, EncodeAudio, EncodeVideo, from_record, to_record
+from mgpu_runtime.pipeline.latents import prepare_clip
 from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.sampling.sizes import audio_latent_frames
 from mgpu_runtime.weights.registry import StateDictRegistry

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..weights.bundle import Checkpoint
-from ..weights.facts import check_text_encoder
+from ..weights.mapping import read_tensors
 from ..weights.quantized import Quantization
 from ..weights.registry import StateDictRegistry
+from ..weights.text_pairing import check_text_encoder
 from ..weights.text_source import TextSource, open_text_encoder
 from .loading import check_shapes, fill
 from .text_tokenizer import PromptTokenizer, load_tokenizer
@@ -149,12 +149,9 @@ def _read(source: TextSource) -> dict[str, Tensor]:
     """Returns the tower's tensors as views of the mapped files."""
     state: dict[str, Tensor] = {}
     for path in dict.fromkeys(tensor.path for tensor in source.tensors.values()):
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = {name: tensor.name for name, tensor in source.tensors.items() if tensor.path == path}
-                state |= {name: file.get_tensor(stored) for name, stored in names.items()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be mapped: {error}. Download or copy it again.") from error
+        names = {name: tensor.name for name, tensor in source.tensors.items() if tensor.path == path}
+        stored = read_tensors(path, names.values())
+        state |= {name: stored[own] for name, own in names.items()}
     return state
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from ..weights.mapping import read_tensors
 from ..weights.text_source import TextSource
 from .connectors import check_text_length
 
@@ -123,8 +123,8 @@ def _require_bos(bos: int | None, path: str) -> int:
 
 
 def _read_bytes(path: str, assets: Mapping[str, str]) -> dict[str, bytes]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(tensor).numpy().tobytes() for name, tensor in assets.items()}
+    stored = read_tensors(path, assets.values())
+    return {name: stored[tensor].numpy().tobytes() for name, tensor in assets.items()}
 
 
 def _check_json(file: Path, path: str) -> None:

@@ -11,8 +11,7 @@ from ..sampling.guidance import check_all_guidance
 from ..tiling import TileCountConfig, parse_tiles
 from ..weights.facts import ModelFacts
 from .conditions import ImageCondition, ReferenceCondition
-from .jobs import Decode, Encode, Job, PredictLength, PromptContext, SPStage, TDPStage
-from .latents import EncodeAudio, EncodeVideo
+from .jobs import Decode, Encode, EncodeAudio, EncodeVideo, Job, PredictLength, PromptContext, SPStage, TDPStage
 from .plan import plan_sp_stage, plan_tdp_stage
 from .settings import LTXSettings
 from .tensors import check_audio_mask, check_video_latent
@@ -57,10 +56,10 @@ def check_components(
             raise ValueError(
                 "upscale is on but no upsampler is chosen: pick one in Load LTX MGPU, or switch upscale off"
             )
-    check_encoders(job, facts)
+    _check_encoders(job, facts)
 
 
-def check_encoders(job: Job, facts: ModelFacts) -> None:
+def _check_encoders(job: Job, facts: ModelFacts) -> None:
     """Checks that the autoencoder a job encodes with has an encoder: some files hold decoders only."""
     for kind, has_encoder, what in (
         (EncodeVideo, facts.has_video_encoder, "video"),
@@ -102,11 +101,17 @@ def check_tdp(job: TDPStage, latent: Tensor, facts: ModelFacts, settings: LTXSet
     plan_tdp_stage(job)
     if job.upscale:
         grid = upscaled_grid(grid, facts)
-    if job.mode == "sp":
-        check_tokens(grid[0] * grid[1] * grid[2], settings.sp_max_tokens)
-    else:
+    limit = token_limit(job, settings)
+    if limit is None:
         tdp_tiling(job, grid)
+    else:
+        check_tokens(grid[0] * grid[1] * grid[2], limit)
     return grid
+
+
+def token_limit(job: SPStage | TDPStage, settings: LTXSettings) -> int | None:
+    """Returns the most video tokens that a stage may hold; None where it works tile by tile."""
+    return None if isinstance(job, TDPStage) and job.mode == "tdp" else settings.sp_max_tokens
 
 
 def upscaled_grid(grid: tuple[int, int, int], facts: ModelFacts) -> tuple[int, int, int]:

@@ -19,11 +19,13 @@ from ..weights.facts import ModelFacts, describe
 from ..weights.lora_targets import LoRAReport, check_lora
 from . import checks, tensors
 from .condition_checks import check_conditions
-from .conditions import Condition
+from .conditions import Conditions
 from .jobs import (
     Decode,
     Decoded,
     Encode,
+    EncodeAudio,
+    EncodeVideo,
     Job,
     LoRASpec,
     PredictLength,
@@ -33,7 +35,7 @@ from .jobs import (
     TDPStage,
     to_record,
 )
-from .latents import EncodeAudio, EncodeVideo, check_sound, fit_sound_to_clip, prepare_clip
+from .latents import check_waveform, fit_sound_to_clip, prepare_clip
 from .settings import LTXSettings
 
 log = logging.getLogger("mgpu")
@@ -41,8 +43,6 @@ log = logging.getLogger("mgpu")
 RUNNER = "mgpu_runtime.pipeline.runner:LTXRunner"
 START_TIMEOUT = 300.0
 POLL_SECONDS = 0.2
-
-Conditions = Sequence[tuple[Condition, Tensor]]  # each with its tensor, see conditions.py
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class LTXClient:
         tensors.check_contexts(facts, latent.shape[0], positive, None)
         if audio_latent is not None:
             audio_latent = tensors.fit_audio(audio_latent, facts, latent, job.fps)
-        limit = self.settings.sp_max_tokens if job.mode == "sp" else None
+        limit = checks.token_limit(job, self.settings)
         appended = check_conditions(conditions, facts, grid, has_sound=audio_latent is not None, max_tokens=limit)
         if noise is not None:
             follows = job.mode == "sp" and audio_latent is not None
@@ -214,7 +214,6 @@ class LTXClient:
         """
         job, facts = EncodeVideo(), self.check()
         checks.check_components(job, facts, self.settings)
-        checks.check_encoders(job, facts)
         pixels = prepare_clip(images, facts, height, width)
         return self._run(job, {"pixels": pixels}, watch)["latent"]
 
@@ -232,14 +231,13 @@ class LTXClient:
         With `num_frames` it is fitted to a clip of so many frames: cut, or followed by silence, with a warning.
         """
         facts = self.check()
-        check_sound(waveform)
+        check_waveform(waveform)
         num_latents = 0
         job = EncodeAudio(rate, num_latents)  # checks the rate, which the fitting divides by
         if num_frames:
             waveform, num_latents = fit_sound_to_clip(waveform, rate, num_frames, fps)
             job = replace(job, num_latents=num_latents)
         checks.check_components(job, facts, self.settings)
-        checks.check_encoders(job, facts)
         return self._run(job, {"waveform": waveform}, watch)["latent"]
 
     def decode(

@@ -1,16 +1,22 @@
-"""Checks of a stage's conditions against its clip, in the caller's process, and the arithmetic that both sides share.
+"""Checks of a stage's conditions against its clip, in the caller's process, before any worker starts.
 
 Every check raises ValueError with one sentence: what is wrong, the numbers, what to do.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..parallel.limits import check_tokens
-from ..sampling.sizes import ScaleFactors, pixel_frames
+from ..sampling.sizes import ScaleFactors, latent_frames, pixel_frames
 from ..weights.facts import ModelFacts
-from .conditions import Condition, ImageCondition, LatentCondition, ReferenceAudioCondition, ReferenceCondition
+from .conditions import (
+    Condition,
+    Conditions,
+    ImageCondition,
+    LatentCondition,
+    ReferenceAudioCondition,
+    ReferenceCondition,
+    first_frame,
+)
 from .images import check_pictures
 from .tensors import check_audio_latent, check_video_latent
 
@@ -18,27 +24,8 @@ Grid = tuple[int, int, int]
 _MAX_REFERENCE_SECONDS = 20.0  # the span of time that the models' positions are made for
 
 
-def latent_frames(num_pictures: int, scale: ScaleFactors) -> int:
-    """Returns the latent frames of so many pictures: the first alone, then each `scale.frames` together."""
-    return (num_pictures - 1) // scale.frames + 1
-
-
-def first_frame(condition: ImageCondition | LatentCondition, clip_frames: int, scale: ScaleFactors) -> int:
-    """Returns the pixel frame where a condition begins in a clip of so many latent frames, negative ones resolved.
-
-    Always against the clip itself, whatever other conditions have appended.
-    """
-    num_frames = pixel_frames(clip_frames, scale.frames)
-    return condition.frame if condition.frame >= 0 else condition.frame + num_frames
-
-
-def mutual_attention(condition: Condition) -> float | None:
-    """Returns how strongly a condition's tokens and the clip's see each other; None without any limit, as 1 is."""
-    return None if condition.attention == 1.0 else condition.attention
-
-
 def check_conditions(
-    conditions: Sequence[tuple[Condition, Tensor]],
+    conditions: Conditions,
     facts: ModelFacts,
     grid: Grid,
     *,
@@ -116,7 +103,7 @@ def _check_images(name: str, condition: Condition, pictures: Tensor, scale: Scal
     check_pictures(pictures, f"pictures of {name}")
     count = pictures.shape[0]
     if count % scale.frames != 1:
-        below = max(1, (count - 1) // scale.frames * scale.frames + 1)
+        below = pixel_frames(latent_frames(count, scale.frames), scale.frames)
         raise ValueError(
             f"{name} holds {count} pictures; one picture or a clip of {scale.frames}k+1 can be encoded: the nearest "
             f"are {below} and {below + scale.frames}"
@@ -125,7 +112,7 @@ def _check_images(name: str, condition: Condition, pictures: Tensor, scale: Scal
     if isinstance(condition, ReferenceCondition):
         _check_reference(name, condition, count, scale, grid)
         downscale = condition.downscale
-    return latent_frames(count, scale), grid[1] // downscale, grid[2] // downscale
+    return latent_frames(count, scale.frames), grid[1] // downscale, grid[2] // downscale
 
 
 def _check_reference(name: str, condition: ReferenceCondition, count: int, scale: ScaleFactors, grid: Grid) -> None:

@@ -5,13 +5,25 @@ Letters: N pictures, H W pixels, C channels of a latent, f h w latent frames, ro
 M mel bins.
 """
 
-import math
-import operator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from torch import Tensor
+
+from ..sampling.sizes import ScaleFactors, pixel_frames
+from .fields import number, settle, whole
 
 MAX_CRF = 51  # the coarsest that H.264 knows
 MAX_REFERENCE_FACTOR = 64
+_READERS = {
+    "frame": whole,
+    "crf": whole,
+    "downscale": whole,
+    "time_scale": whole,
+    "strength": number,
+    "attention": number,
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +48,7 @@ class ImageCondition:
         _settle(self, "image")
         if self.crf is not None and not 0 <= self.crf <= MAX_CRF:
             raise ValueError(f"the image's crf must be 0 (no compression) to {MAX_CRF}, got {self.crf}")
-        if self.frame == 0 and self.attention is not None:
-            raise ValueError(
-                f"an attention of {self.attention:g} has no meaning for an image at frame 0, which takes the place of "
-                "the clip's own first frame: leave it open, or choose another frame"
-            )
+        _refuse_attention_at_start(self, "an image")
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,7 @@ class LatentCondition:
 
     def __post_init__(self) -> None:
         _settle(self, "latent")
-        if self.frame == 0 and self.attention is not None:
-            raise ValueError(
-                f"an attention of {self.attention:g} has no meaning for a latent at frame 0, which takes the place of "
-                "the clip's own first frames: leave it open, or choose another frame"
-            )
+        _refuse_attention_at_start(self, "a latent")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class ReferenceAudioCondition:
 
 
 Condition = ImageCondition | LatentCondition | ReferenceCondition | ReferenceAudioCondition
+Conditions = Sequence[tuple[Condition, Tensor]]  # each with its tensor
+
 _KINDS: dict[str, type] = {
     "image": ImageCondition,
     "latent": LatentCondition,
@@ -130,23 +136,29 @@ def read_conditions(values: Any) -> tuple[Condition, ...]:
     return made
 
 
+def first_frame(condition: ImageCondition | LatentCondition, clip_frames: int, scale: ScaleFactors) -> int:
+    """Returns the pixel frame where a condition begins in a clip of so many latent frames, negative ones resolved.
+
+    Always against the clip itself, whatever other conditions have appended.
+    """
+    num_frames = pixel_frames(clip_frames, scale.frames)
+    return condition.frame if condition.frame >= 0 else condition.frame + num_frames
+
+
 def _settle(condition: Any, name: str) -> None:
     """Replaces a new condition's fields by plain numbers and checks those that several kinds share."""
-    whole, numbers = ("frame", "crf", "downscale", "time_scale"), ("strength", "attention")
-    for field in whole + numbers:
+    own = [field.name for field in fields(condition)]
+    settle(condition, f"the {name}'s ", **{field: _READERS[field] for field in own})
+    for field in ("strength", "attention"):
         value = getattr(condition, field, None)
-        if value is None:
-            continue
-        try:
-            settled = operator.index(value) if field in whole else _number(value)
-        except TypeError:
-            raise ValueError(f"the {name}'s {field} cannot be {value!r} ({type(value).__name__})") from None
-        object.__setattr__(condition, field, settled)
-        if field in numbers and not 0.0 <= settled <= 1.0:  # false for NaN too
-            raise ValueError(f"the {name}'s {field} must be from 0 to 1, got {settled}")
+        if value is not None and not 0.0 <= value <= 1.0:  # false for NaN too
+            raise ValueError(f"the {name}'s {field} must be from 0 to 1, got {value}")
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, (str, bool)) or not math.isfinite(value):
-        raise TypeError
-    return float(value)
+def _refuse_attention_at_start(condition: ImageCondition | LatentCondition, name: str) -> None:
+    """Raises ValueError for an attention at frame 0; a frame counted from the end is looked at beside its clip."""
+    if condition.frame == 0 and condition.attention is not None:
+        raise ValueError(
+            f"an attention of {condition.attention:g} has no meaning for {name} at frame 0, which takes the place of "
+            "the clip's own first frames: leave it open, or choose another frame"
+        )

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..fleet import RankInfo, RunnerError
 
@@ -31,6 +32,17 @@ def on_first_rank(info: RankInfo, work: Callable[[], T]) -> T | None:
     if failure.text is not None:
         raise RunnerError(failure.text)
     return result
+
+
+def share(info: RankInfo, work: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Runs `work` on the first rank and returns its float32 result of a known shape on every rank's CPU; collective."""
+    made = on_first_rank(info, lambda: work().to(info.device, torch.float32).contiguous())
+    assert made is None or tuple(made.shape) == shape, f"{tuple(made.shape)} in place of {shape}"
+    if info.world_size == 1:
+        return made.cpu()
+    shared = torch.empty(shape, device=info.device) if made is None else made
+    dist.broadcast(shared, src=0, group=info.group)
+    return shared.cpu()
 
 
 def on_every_rank(info: RankInfo, work: Callable[[], T]) -> list[T]:

@@ -56,10 +56,9 @@ def _bytes_on_gpu(part: PartReport, precision: str) -> int:
         return part.num_bytes
     if part.title == COMPONENTS["vocoder"]:
         return part.parameters * _BYTES["fp32"]
-    eight_bit = precision == WEIGHTS_IN_FP8 and part.title == COMPONENTS["transformer"]
-    return (
-        part.parameters * _BYTES[WEIGHTS_IN_FP8 if eight_bit else "bf16" if precision == WEIGHTS_IN_FP8 else precision]
-    )
+    if precision == WEIGHTS_IN_FP8 and part.title != COMPONENTS["transformer"]:
+        precision = "auto"  # only the transformer's weights are rounded to 8 bit
+    return part.parameters * _BYTES[precision]
 
 
 def _main_memory() -> tuple[int, int]:

@@ -5,9 +5,7 @@ latent frames, M mel bins of an audio latent, N samples of sound.
 """
 
 import math
-import operator
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +16,7 @@ from ..sampling.sigmas import check_sigmas
 from ..tiling import read_tiles
 from .conditions import Condition, read_conditions
 from .conditions import to_record as condition_record
-from .latents import EncodeAudio, EncodeVideo
+from .fields import number, settle, whole
 
 SCHEDULES = ("auto", "distilled", "ltx2", "linear_quadratic", "beta", "hq")
 SCHEDULE_TOKENS = ("auto", "anchor", "clip")
@@ -28,6 +26,7 @@ UPSCALE_MODES = ("tdp", "sp")
 TEXT_MODES = ("auto", "first", "sharded", "replicated")
 MAX_SEED = 2**64 - 1
 MAX_LORA_STRENGTH = 100.0
+MAX_RATE = 10**7  # samples per second
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,11 @@ class LoRASpec:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not os.path.isabs(self.path):
             raise ValueError(f"a LoRA's path must be an absolute path, got {self.path!r}")
-        _settle(self, strength=_number)
+        settle(self, strength=number)
         if not abs(self.strength) <= MAX_LORA_STRENGTH:  # false for NaN too
-            raise ValueError(f"a LoRA's strength must be from -100 to 100, got {self.strength}")
+            raise ValueError(
+                f"a LoRA's strength must be from {-MAX_LORA_STRENGTH:g} to {MAX_LORA_STRENGTH:g}, got {self.strength}"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Encode:
             raise ValueError(f"prompts must be a sequence of texts, got {self.prompts!r}")
         for prompt in self.prompts:
             check_text(prompt)
-        _settle(self, prompts=tuple, max_length=_whole, loras=_loras)
+        settle(self, prompts=tuple, max_length=whole, loras=_loras)
         _check_choice("mode", self.mode, TEXT_MODES)
         if self.max_length < 128 or self.max_length % 128:
             below = max(128, self.max_length // 128 * 128)
@@ -156,9 +157,9 @@ class SPStage:
     schedule_tokens: str = "auto"
 
     def __post_init__(self) -> None:
-        _settle(self, seed=_whole, fps=_number, steps=_whole, sigmas=check_sigmas, video=read_guider, audio=read_guider)
-        _settle(self, eta=_number, max_batch_size=_whole, conditions=read_conditions, loras=_loras)
-        _settle(self, video_by_sigma=read_guiders, audio_by_sigma=read_guiders)
+        settle(self, seed=whole, fps=number, steps=whole, sigmas=check_sigmas, video=read_guider, audio=read_guider)
+        settle(self, eta=number, max_batch_size=whole, conditions=read_conditions, loras=_loras)
+        settle(self, video_by_sigma=read_guiders, audio_by_sigma=read_guiders)
         _check_seed(self.seed)
         _check_fps(self.fps)
         _check_choice("schedule", self.schedule, SCHEDULES)
@@ -213,16 +214,15 @@ class TDPStage:
     eta: float | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, seed=_whole, fps=_number, overlap=_whole, sigmas=check_sigmas, tiles=_tiles)
-        _settle(self, eta=_number, max_batch_size=_whole, conditions=read_conditions, loras=_loras)
+        settle(self, seed=whole, fps=number, overlap=whole, sigmas=check_sigmas, tiles=_tiles)
+        settle(self, eta=number, max_batch_size=whole, conditions=read_conditions, loras=_loras)
         _check_seed(self.seed)
         _check_fps(self.fps)
         _check_rows(self.max_batch_size)
         _check_choice("mode", self.mode, UPSCALE_MODES)
         _check_choice("sampler", self.sampler, SAMPLERS)
         _check_eta(self.eta)
-        if self.overlap < 0:
-            raise ValueError(f"overlap must be 0 or more latent cells, got {self.overlap}")
+        _check_overlap(self.overlap)
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,36 @@ class Decode:
     fps: float | None = None
 
     def __post_init__(self) -> None:
-        _settle(self, overlap=_whole, tiles=_tiles, seed=_whole, fps=_number)
+        settle(self, overlap=whole, tiles=_tiles, seed=whole, fps=number)
         _check_seed(self.seed)
         if self.fps is not None:
             _check_fps(self.fps)
-        if self.overlap < 0:
-            raise ValueError(f"overlap must be 0 or more latent cells, got {self.overlap}")
+        _check_overlap(self.overlap)
+
+
+@dataclass(frozen=True)
+class EncodeVideo:
+    """Asks for the latent of a clip; its pixels (1, 3, N, H, W) of -1..1 travel beside the job."""
+
+
+@dataclass(frozen=True)
+class EncodeAudio:
+    """Asks for the latents of sound (B, channels, N), which travels beside the job.
+
+    Attributes:
+        rate: its samples per second.
+        num_latents: how many audio latent frames to keep; 0 keeps all.
+    """
+
+    rate: int
+    num_latents: int = 0
+
+    def __post_init__(self) -> None:
+        settle(self, rate=whole, num_latents=whole)
+        if not 1 <= self.rate <= MAX_RATE:
+            raise ValueError(f"the sound's rate must be 1 to {MAX_RATE} samples per second, got {self.rate}")
+        if self.num_latents < 0:
+            raise ValueError(f"num_latents must be 0 or more, got {self.num_latents}")
 
 
 @dataclass(frozen=True)
@@ -287,28 +311,6 @@ def check_text(prompt: str) -> None:
         ) from None
 
 
-def _settle(job: Any, **kinds: Callable[[Any], Any]) -> None:
-    """Replaces a new job's fields by plain values that can travel, each by its kind; None stays None."""
-    for name, kind in kinds.items():
-        value = getattr(job, name)
-        if value is None:
-            continue
-        try:
-            object.__setattr__(job, name, kind(value))
-        except TypeError:
-            raise ValueError(f"{name} cannot be {value!r} ({type(value).__name__})") from None
-
-
-def _whole(value: Any) -> int:
-    return operator.index(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str):
-        raise TypeError
-    return float(value)
-
-
 def _tiles(value: Any) -> str:
     read_tiles(value)
     return value
@@ -326,6 +328,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_rows(max_batch_size: int) -> None:
     if not 0 <= max_batch_size <= 1024:
         raise ValueError(f"max_batch_size must be 0 (no limit) to 1024 rows, got {max_batch_size}")
+
+
+def _check_overlap(overlap: int) -> None:
+    if overlap < 0:
+        raise ValueError(f"overlap must be 0 or more latent cells, got {overlap}")
 
 
 def _check_eta(eta: float | None) -> None:

@@ -1,53 +1,21 @@
-"""The jobs that turn clips and sound into latents, and what is done to their input before it is sent.
+"""Clips and sound that are to become latents: checked and fitted to a size or a length before they are sent.
 
 Light: knows no model code. Letters: B batch, N frames of a clip or samples of sound, H W rows and columns of pixels.
 """
 
 import logging
 import math
-import operator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..sampling.sizes import audio_latent_frames
+from ..sampling.sizes import AUDIO_LATENTS_PER_SECOND, audio_latent_frames, latent_frames, pixel_frames
 from ..weights.facts import ModelFacts
 from .images import check_pictures, prepare
 
 log = logging.getLogger("mgpu")
 
-MAX_RATE = 10**7  # samples per second
-
-
-@dataclass(frozen=True)
-class EncodeVideo:
-    """Asks for the latent of a clip; its pixels (1, 3, N, H, W) of -1..1 travel beside the job."""
-
-
-@dataclass(frozen=True)
-class EncodeAudio:
-    """Asks for the latents of sound (B, channels, N), which travels beside the job.
-
-    Attributes:
-        rate: its samples per second.
-        num_latents: how many audio latent frames to keep; 0 keeps all.
-    """
-
-    rate: int
-    num_latents: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("rate", "num_latents"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, operator.index(value))
-            except TypeError:
-                raise ValueError(f"{name} cannot be {value!r} ({type(value).__name__})") from None
-        if not 1 <= self.rate <= MAX_RATE:
-            raise ValueError(f"the sound's rate must be 1 to {MAX_RATE} samples per second, got {self.rate}")
-        if self.num_latents < 0:
-            raise ValueError(f"num_latents must be 0 or more, got {self.num_latents}")
+_ONE_LATENT = 1 / AUDIO_LATENTS_PER_SECOND  # seconds
 
 
 def prepare_clip(images_NHWC: Tensor, facts: ModelFacts, height: int = 0, width: int = 0) -> Tensor:
@@ -67,13 +35,13 @@ def prepare_clip(images_NHWC: Tensor, facts: ModelFacts, height: int = 0, width:
                 f"or {below + factor}, and it is resized"
             )
     num_frames = images_NHWC.shape[0]
-    kept = (num_frames - 1) // frames * frames + 1
+    kept = pixel_frames(latent_frames(num_frames, frames), frames)
     if kept < num_frames:
         log.warning("The clip has %d frames; %d (%dk+1) are encoded.", num_frames, kept, frames)
     return prepare(images_NHWC[:kept], *sides, 0)
 
 
-def check_sound(waveform: Tensor) -> None:
+def check_waveform(waveform: Tensor) -> None:
     """Raises ValueError unless a tensor is sound (B, channels, N) of finite values."""
     if not isinstance(waveform, Tensor) or not waveform.is_floating_point() or waveform.dim() != 3:
         kind = tuple(waveform.shape) if isinstance(waveform, Tensor) else type(waveform).__name__
@@ -93,14 +61,14 @@ def fit_sound(waveform: Tensor, num_samples: int) -> Tensor:
 def fit_sound_to_clip(waveform: Tensor, rate: int, num_frames: int, fps: float) -> tuple[Tensor, int]:
     """Fits sound to a clip's length and returns it with the clip's number of audio latents.
 
-    Says so in a warning where more than one audio latent (40 ms) is cut off or added.
+    Says so in a warning where more than one audio latent is cut off or added.
     """
     if num_frames < 1:
         raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
     num_latents = audio_latent_frames(num_frames, fps)
     seconds, given = num_frames / fps, waveform.shape[-1] / rate
-    if given - seconds > 0.04:
+    if given - seconds > _ONE_LATENT:
         log.warning("The sound of %.2f s is cut to the clip's %.2f s.", given, seconds)
-    elif seconds - given > 0.04:
+    elif seconds - given > _ONE_LATENT:
         log.warning("The sound of %.2f s is shorter than the clip's %.2f s: silence follows.", given, seconds)
     return fit_sound(waveform, max(1, math.ceil(seconds * rate))), num_latents

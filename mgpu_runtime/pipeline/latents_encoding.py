@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from .first_rank import on_first_rank
-from .latents import EncodeAudio, EncodeVideo
+from .jobs import EncodeAudio, EncodeVideo
 from .models import LTXModels
 from .progress import Progress
 

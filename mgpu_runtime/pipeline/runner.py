@@ -10,8 +10,7 @@ from ..weights.facts import describe
 from .checks import needed_components
 from .decoding import run_decode
 from .encoding import run_encode, run_predict_length
-from .jobs import Decode, Encode, PredictLength, SPStage, TDPStage, from_record
-from .latents import EncodeAudio, EncodeVideo
+from .jobs import Decode, Encode, EncodeAudio, EncodeVideo, PredictLength, SPStage, TDPStage, from_record
 from .latents_encoding import run_encode_audio, run_encode_video
 from .memory import give_back_freed
 from .models import LTXModels

@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+from ..weights.header import ContentKey, content_keys
+
 WEIGHTS_IN_FP8 = "fp8"  # the one precision that is of the weights: what they are computed in is as "auto" chooses
 PRECISIONS = ("auto", "bf16", "fp16", "fp32", WEIGHTS_IN_FP8)
 DEFAULT_SP_MAX_TOKENS = 32768
@@ -48,12 +50,12 @@ class LTXSettings:
         if self.sp_max_tokens < 1:
             raise ValueError(f"sp_max_tokens must be at least 1, got {self.sp_max_tokens}")
 
-    def stamps(self) -> tuple[tuple[str, int, int], ...]:
+    def stamps(self) -> tuple[ContentKey, ...]:
         """Returns path, time (ns) and size (bytes) of every file this configuration reads; folders file by file.
 
         Raises ValueError for a path that is not there.
         """
-        return tuple(stamp for path in self.files() for stamp in _stamps(path))
+        return tuple(stamp for path in self.files() for stamp in content_keys(path))
 
     def files(self) -> tuple[str, ...]:
         """Returns the paths this configuration reads, in a fixed order."""
@@ -71,13 +73,3 @@ class LTXSettings:
 
     def _part_files(self) -> tuple[str | None, ...]:
         return tuple(getattr(self, name) for name in _PARTS)
-
-
-def _stamps(path: str) -> list[tuple[str, int, int]]:
-    paths = [path]
-    if os.path.isdir(path):
-        paths = sorted(entry.path for entry in os.scandir(path) if entry.is_file())
-    try:
-        return [(path, (status := os.stat(path)).st_mtime_ns, status.st_size) for path in paths]
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no file {error.filename}. Check the path in Load LTX MGPU.") from None

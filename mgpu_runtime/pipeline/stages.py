@@ -9,12 +9,13 @@ from torch import Tensor
 from ..sampling.sizes import ScaleFactors
 from ..sampling.state import StreamState, audio_state, video_state
 from .checks import tdp_tiling, upscaled_grid
+from .first_rank import share
 from .jobs import SPStage, TDPStage
 from .models import LTXModels
 from .plan import plan_sp_stage, plan_tdp_stage
 from .progress import Progress
 from .sampler import Sampler, Tensors
-from .states import add_conditions, share
+from .states import add_conditions
 from .tensors import num_audio_frames
 
 

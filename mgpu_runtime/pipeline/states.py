@@ -3,19 +3,21 @@
 Letters: C channels of a latent, F H W latent frames, rows and columns, N pictures.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..fleet import RankInfo
 from ..sampling.conditioning import append_keyframe, append_reference, append_reference_audio, place_latent
-from ..sampling.sizes import ScaleFactors
-from .condition_checks import first_frame, latent_frames, mutual_attention
-from .conditions import Condition, ImageCondition, LatentCondition, ReferenceAudioCondition, ReferenceCondition
-from .first_rank import on_first_rank
+from ..sampling.sizes import ScaleFactors, latent_frames
+from .conditions import (
+    Condition,
+    ImageCondition,
+    LatentCondition,
+    ReferenceAudioCondition,
+    ReferenceCondition,
+    first_frame,
+)
+from .first_rank import share
 from .images import prepare
 from .models import LTXModels
 from .progress import Progress
@@ -58,7 +60,7 @@ def _add(streams: Streams, condition: Condition, tensor: Tensor, clip: _Clip, en
     if isinstance(condition, ReferenceAudioCondition):
         assert audio is not None, "a reference sound without sound"
         return video, append_reference_audio(audio, tensor, condition.strength)
-    attention = mutual_attention(condition)
+    attention = None if condition.attention == 1.0 else condition.attention  # 1 limits nothing, and costs a mask
     if isinstance(condition, ReferenceCondition):
         video = append_reference(
             video,
@@ -101,18 +103,7 @@ class _Encoder:
         size = (cells[0] * self.clip.scale.height, cells[1] * self.clip.scale.width)
         self.progress.step("encode pictures", 0, 1)
         self.progress.raise_if_cancelled()
-        shape = (1, self.models.facts.video_channels, latent_frames(pictures.shape[0], self.clip.scale), *cells)
+        shape = (1, self.models.facts.video_channels, latent_frames(pictures.shape[0], self.clip.scale.frames), *cells)
         latent = share(self.models.info, lambda: self.models.encode_video(prepare(pictures, *size, crf)), shape)
         self.progress.step("encode pictures", 1, 1)
         return latent
-
-
-def share(info: RankInfo, work: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Runs `work` on the first rank and returns its float32 result of a known shape on every rank's CPU; collective."""
-    made = on_first_rank(info, lambda: work().to(info.device, torch.float32).contiguous())
-    assert made is None or tuple(made.shape) == shape, f"{tuple(made.shape)} in place of {shape}"
-    if info.world_size == 1:
-        return made.cpu()
-    shared = torch.empty(shape, device=info.device) if made is None else made
-    dist.broadcast(shared, src=0, group=info.group)
-    return shared.cpu()

@@ -2,7 +2,7 @@
 
 import math
 
-from ..sampling.sizes import pixel_frames, round_frames_up
+from ..sampling.sizes import latent_frames, pixel_frames, round_frames_up
 
 
 def clip_length(seconds: float, fps: float, max_seconds: float, factor: int = 8) -> int:
@@ -15,4 +15,4 @@ def clip_length(seconds: float, fps: float, max_seconds: float, factor: int = 8)
             raise ValueError(f"{name} must be above 0, got {number}")
     wanted = round_frames_up(max(1, round(min(seconds, max_seconds) * fps)), factor)
     most = max(1, round(max_seconds * fps))
-    return min(wanted, pixel_frames((most - 1) // factor + 1, factor))
+    return min(wanted, pixel_frames(latent_frames(most, factor), factor))

@@ -5,12 +5,13 @@ self-attention bypassed in some blocks: STG), isolated (the prompt, with video a
 """
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from ..weights.facts import version_numbers
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,6 @@ def guidance_defaults(model_version: str | None, *, num_layers: int = 48) -> Gui
 
     A model with fewer layers than the published ones perturbs its last one instead.
     """
-    found = re.match(r"\s*(\d+)[.-](\d+)", model_version or "")
-    newer = found is not None and (int(found[1]), int(found[2])) >= (2, 3)
-    steps, block = (30, 28) if newer else (40, 29)
+    steps, block = (30, 28) if version_numbers(model_version) >= (2, 3) else (40, 29)
     shared = {"stg": 1.0, "stg_blocks": (min(block, num_layers - 1),), "rescale": 0.7, "modality": 3.0}
     return GuidanceDefaults(steps, video=GuiderParams(cfg=3.0, **shared), audio=GuiderParams(cfg=7.0, **shared))

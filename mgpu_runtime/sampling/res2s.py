@@ -24,6 +24,8 @@ from .noise import item_generators
 from .sigmas import check_sigmas
 from .state import StreamState
 
+Streams = tuple[StreamState | None, StreamState | None]  # video, audio
+
 DEFAULT_ETA = 0.5
 _MIDDLE_ETA = 0.5  # official: the middle's noise does not follow eta
 _MOST_FRESH = 0.9999  # of a level's noise; all of it would leave nothing to divide by
@@ -117,7 +119,7 @@ def res2s_loop(
     *,
     noise: FreshNoise,
     on_step: OnStep | None = None,
-) -> tuple[StreamState | None, StreamState | None]:
+) -> Streams:
     """Takes both streams from sigmas[0] down to 0 and returns them; same contract as loop.denoise_loop.
 
     Every step evaluates the model twice, the last one once more at its end. The middle is always evaluated: skip_step
@@ -135,9 +137,6 @@ def res2s_loop(
         if on_step is not None:
             on_step(step + 1, num_steps, sigma, *clean)
     return video, audio
-
-
-Streams = tuple[StreamState | None, StreamState | None]
 
 
 def _advance(

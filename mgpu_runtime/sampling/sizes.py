@@ -58,7 +58,7 @@ def latent_size(
     for name, pixels, factor in (("height", height, scale.height), ("width", width, scale.width)):
         _check_side(name, pixels, _side_step(factor, spatial_upscale))
     size = LatentSize(
-        frames=(frames - 1) // scale.frames + 1,
+        frames=latent_frames(frames, scale.frames),
         height=height // scale.height,
         width=width // scale.width,
         audio_frames=audio_latent_frames(frames, fps),
@@ -75,6 +75,11 @@ def latent_size(
 def pixel_frames(latent_frames: int, factor: int = 8) -> int:
     """Gives the number of frames that a video latent decodes to: the first latent is one frame, each other `factor`."""
     return 1 + factor * (latent_frames - 1)
+
+
+def latent_frames(frames: int, factor: int = 8) -> int:
+    """Gives the latent frames of so many frames: the first alone, then each `factor` together; a rest is left out."""
+    return (frames - 1) // factor + 1
 
 
 def round_frames_up(frames: int, factor: int = 8) -> int:
@@ -94,7 +99,7 @@ def audio_latent_frames(frames: int, fps: float) -> int:
 def _check_frames(frames: int, factor: int) -> None:
     if frames < 1:
         raise ValueError(f"A clip needs at least 1 frame, got {frames}.")
-    below = pixel_frames((frames - 1) // factor + 1, factor)
+    below = pixel_frames(latent_frames(frames, factor), factor)
     if frames != below:
         raise ValueError(
             f"The number of frames must be {factor}k+1, got {frames}. The nearest are {below} and {below + factor}."

@@ -1,6 +1,5 @@
 """A checkpoint file as its header shows it: metadata, config and tensor names. Reads no tensor."""
 
-import json
 import logging
 import os
 import re
@@ -9,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from .header import ContentKey, TensorEntry, content_key, read_header
+from .header import ContentKey, TensorEntry, content_key, first_names, metadata_object, read_header
 from .keymaps import COMPONENTS, SLOTS, TRANSFORMER_PREFIX, Naming, map_key, read_naming
 
 log = logging.getLogger("mgpu")
@@ -34,21 +33,14 @@ class CheckpointFile:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The architecture from the metadata key `config`; raises ValueError when it is absent or not JSON."""
-        text = self.metadata.get("config")
-        if text is None:
+        if "config" not in self.metadata:
             if "upsampler" not in self.components:
                 self.refuse_foreign()
             raise ValueError(
                 f'{self.path} has no "config" entry in its metadata, so its architecture is unknown. Files split out '
                 "of a checkpoint by other tools often lose it: choose Lightricks' original file."
             )
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{self.path} is damaged: its metadata "config" is not valid JSON ({error}).') from error
-        if not isinstance(config, dict):
-            raise ValueError(f'{self.path} is damaged: its metadata "config" is not a JSON object.')
-        return config
+        return metadata_object(self.metadata, "config", self.path)
 
     @property
     def model_version(self) -> str | None:
@@ -144,5 +136,5 @@ class CheckpointFile:
     def _what_it_has(self, missing: str) -> str:
         """Says which components are in the file, and where to choose one with the missing one."""
         if not self.components:
-            return f"It is no LTX-2 checkpoint: its first tensors are {', '.join(list(self.keys)[:3]) or 'none'}."
+            return f"It is no LTX-2 checkpoint: its first tensors are {first_names(self.keys)}."
         return f"It has: {self.contents}. Choose a file with it as {SLOTS[missing]} in Load LTX MGPU."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .bundle import Checkpoint
+from .inferred import SECOND_EXTRACTOR
 
 Section = Mapping[str, Any]
 
@@ -91,14 +92,6 @@ _AUDIO_CONNECTOR_KEYS = {
     "audio_connector_num_layers": "connector_num_layers",
 }
 
-# The four keys of the text side: all absent is LTX-2.0's extractor, these values are LTX-2.3's.
-_SECOND_EXTRACTOR = {
-    "caption_proj_before_connector": True,
-    "caption_projection_first_linear": False,
-    "caption_proj_input_norm": False,
-    "caption_projection_second_linear": False,
-}
-
 NUM_REGISTERS = 128  # always, whatever the config says
 
 
@@ -110,7 +103,7 @@ def transformer_values(file: Checkpoint) -> dict[str, Any]:
         *_TRANSFORMER_DEFAULTS,
         *_CONNECTOR_DEFAULTS,
         *_AUDIO_CONNECTOR_KEYS,
-        *_SECOND_EXTRACTOR,
+        *SECOND_EXTRACTOR,
     }
     warn_unknown(file, "transformer", section, known)
     require(section, _CONSTANTS, f"{file.path}: transformer")
@@ -120,6 +113,11 @@ def transformer_values(file: Checkpoint) -> dict[str, Any]:
     values["uses_second_extractor"] = _uses_second_extractor(section, file.path)
     _check_widths(values, file.path)
     return values
+
+
+def is_from_2_5(values: Section) -> bool:
+    """Tells the architecture of LTX-2.5 and later by transformer_values."""
+    return bool(values["use_keyframes_abs_pos_embedding"] or not values["ff_bias"])
 
 
 def transformer_kwargs(file: Checkpoint) -> dict[str, Any]:
@@ -230,11 +228,11 @@ def require(section: Section, constants: Section, where: str) -> None:
 
 def _uses_second_extractor(section: Section, path: str) -> bool:
     """Tells LTX-2.3's text side from LTX-2.0's; raises ValueError for anything between."""
-    given = {key: section[key] for key in _SECOND_EXTRACTOR if key in section}
-    if given and given != _SECOND_EXTRACTOR:
+    given = {key: section[key] for key in SECOND_EXTRACTOR if key in section}
+    if given and given != SECOND_EXTRACTOR:
         raise ValueError(
             f"{path}: the text side {given} is neither LTX-2.0's (none of these keys) nor LTX-2.3's "
-            f"({_SECOND_EXTRACTOR}). The file needs a newer version of this program."
+            f"({SECOND_EXTRACTOR}). The file needs a newer version of this program."
         )
     return bool(given)
 

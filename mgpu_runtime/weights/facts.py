@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from .bundle import Checkpoint, Paths, as_paths, read_checkpoint
-from .configs import has_text_projection, text_projection_input, transformer_values
+from .configs import has_text_projection, is_from_2_5, text_projection_input, transformer_values
 from .diffusion_vae import has_diffusion_decoder
 from .header import ContentKey, content_key
-from .quantized import describe_precision, is_companion, read_quantization
+from .quantized import count_parameters, describe_precision, read_quantization
 from .text_pairing import check_text_encoder, expected_gemma_version
 from .text_source import TextEncoderFacts, describe_text_encoder
 from .vae_configs import (
@@ -147,7 +146,7 @@ def _describe(
         precision=describe_precision(file, "transformer"),
         components=tuple(file.components),
         is_distilled=distilled_hint(file.path, file.metadata),
-        parameters=count_parameters(file, "transformer"),
+        parameters=count_parameters(shapes, read_quantization(file, "transformer")),
         num_layers=values["num_layers"],
         num_heads=values["num_attention_heads"],
         audio_num_heads=values["audio_num_attention_heads"],
@@ -221,20 +220,9 @@ def model_version(file: Checkpoint) -> str | None:
     return file.model_version or file.inferred.get("transformer")
 
 
-def count_parameters(file: Checkpoint, component: str) -> int:
-    """Counts a component's parameters; scales of quantised weights are none."""
-    quantized = read_quantization(file, component)
-    shapes = file.shapes(component)
-    return sum(
-        prod(quantized[name].shape if name in quantized else shape)
-        for name, shape in shapes.items()
-        if not is_companion(name)
-    )
-
-
 def _generation(values: dict, shapes: dict[str, tuple[int, ...]]) -> str:
     """Names the family by its architecture."""
-    if values["use_keyframes_abs_pos_embedding"] or not values["ff_bias"] or "keyframes_abs_pos_embedding" in shapes:
+    if is_from_2_5(values) or "keyframes_abs_pos_embedding" in shapes:
         return "2.5"
     return "2.3" if values["cross_attention_adaln"] else "2.0"
 

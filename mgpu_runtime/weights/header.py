@@ -8,8 +8,11 @@ import json
 import math
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
@@ -73,6 +76,16 @@ def content_key(path: str | os.PathLike) -> ContentKey:
     return absolute, status.st_mtime_ns, status.st_size
 
 
+def content_keys(path: str | os.PathLike) -> tuple[ContentKey, ...]:
+    """Identifies the content of a file, or of every file in a folder, in the order of their names.
+
+    Raises ValueError when there is neither.
+    """
+    if not os.path.isdir(path):
+        return (content_key(path),)
+    return tuple(content_key(entry.path) for entry in sorted(os.scandir(path), key=lambda e: e.path) if entry.is_file())
+
+
 def read_header(path: str | os.PathLike) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Reads tensor entries and metadata; raises ValueError with one sentence when the file is broken."""
     absolute, _, size = content_key(path)
@@ -89,6 +102,22 @@ def read_header(path: str | os.PathLike) -> tuple[dict[str, TensorEntry], dict[s
     entries = {name: _entry(name, fields, absolute) for name, fields in header.items()}
     _check_offsets(entries, size - 8 - len(raw), absolute)
     return entries, metadata
+
+
+def metadata_object(metadata: Mapping[str, str], key: str, path: str | os.PathLike) -> dict[str, Any]:
+    """Returns the JSON object in an entry of a file's metadata; raises ValueError with one sentence for another."""
+    try:
+        content = json.loads(metadata[key])
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f'{path} is damaged: its metadata "{key}" is not valid JSON ({error}).') from error
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is damaged: its metadata "{key}" is not a JSON object.')
+    return content
+
+
+def first_names(names: Iterable[str], most: int = 3) -> str:
+    """Joins the first few of a file's tensor names, for sentences; "none" where there are none."""
+    return ", ".join(islice(names, most)) or "none"
 
 
 def _header_bytes(path: Path, size: int) -> bytes:

@@ -29,7 +29,8 @@ _TRANSFORMER = {
     "connector_positional_embedding_max_pos": [4096],
     "caption_channels": 3840,
 }
-_SECOND_EXTRACTOR = {
+# The four keys of the text side: all absent is LTX-2.0's extractor, these values are LTX-2.3's.
+SECOND_EXTRACTOR = {
     "caption_proj_before_connector": True,
     "caption_projection_first_linear": False,
     "caption_proj_input_norm": False,
@@ -56,7 +57,7 @@ def transformer_section(shapes: Mapping[str, Shapes]) -> tuple[dict[str, Any], s
     audio_heads = _heads(tensors, f"{block}audio_attn1", audio_width, AUDIO_HEAD_WIDTH, is_gated=is_gated)
     section = {
         **_TRANSFORMER,
-        **(_SECOND_EXTRACTOR if is_gated else {}),
+        **(SECOND_EXTRACTOR if is_gated else {}),
         "num_layers": count(tensors, r"transformer_blocks\.(\d+)\."),
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,

@@ -54,7 +54,7 @@ _DURATION_ROOTS = (
     "mlp_hidden",
     "mlp_out",
 )
-_FP8_MARKER = "scaled_fp8"  # says of the file's other tensors that they are scaled
+FP8_MARKER = "scaled_fp8"  # says of the file's other tensors that they are scaled
 
 # First part of a transformer tensor's name, original -> diffusers.
 _TRANSFORMER_ROOTS = {
@@ -193,7 +193,7 @@ def _outer(name: str, naming: Naming) -> tuple[str | None, str]:
             return component, name[len(prefix) :]  # one prefix only: 2.3 has vocoder.vocoder.*
     if root in _AUTOENCODER_ROOTS and naming.autoencoder is not None:
         return naming.autoencoder, name
-    if name == _FP8_MARKER and naming.has_transformer:
+    if name == FP8_MARKER and naming.has_transformer:
         return "transformer", name
     return ("upsampler", name) if root in _UPSAMPLER_ROOTS else (None, name)
 

@@ -1,6 +1,5 @@
 """A LoRA file as its header shows it: pairs of small matrices, each for one module of the model."""
 
-import json
 import math
 import os
 import re
@@ -10,11 +9,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .header import ContentKey, content_key, read_header
+from .header import ContentKey, content_key, first_names, metadata_object, read_header
 from .lora_names import bare_module, other_kind, split_key
+from .mapping import read_tensors
 
 ADAPTER_METADATA = "lora_adapter_metadata"  # where diffusers keeps the configuration of the adapter, as JSON
 
@@ -95,11 +94,7 @@ class LoRAFile:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns tensors of the file as mapped views, in the file's dtype on the CPU."""
-        try:
-            with safe_open(self.path, framework="pt", device="cpu") as file:
-                return {name: file.get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.path} cannot be mapped: {error}. Download or copy it again.") from error
+        return read_tensors(self.path, names)
 
     def _refuse_other_kinds(self) -> None:
         for key in self.keys:
@@ -127,7 +122,7 @@ class LoRAFile:
                 )
             parts[named[1]] = key
         if not found:
-            first = ", ".join(map(repr, list(self.keys)[:2])) or "none"
+            first = first_names(map(repr, self.keys), 2)
             raise ValueError(
                 f"{self.path} is not a LoRA: none of its {len(self.keys)} tensors is half of a pair (the first are "
                 f"{first}). Choose a LoRA file."
@@ -183,11 +178,11 @@ class LoRAFile:
     @cached_property
     def _adapter(self) -> dict[str, Any]:
         """The transformer's adapter configuration in the metadata, without null entries; empty where there is none."""
-        text = self.metadata.get(ADAPTER_METADATA)
-        if text is None:
+        if ADAPTER_METADATA not in self.metadata:
             return {}
+        adapter = metadata_object(self.metadata, ADAPTER_METADATA, self.path)
+        entries = {bare_module(key): value for key, value in adapter.items() if value is not None}
         try:
-            entries = {bare_module(key): value for key, value in json.loads(text).items() if value is not None}
             patterns = entries.get("alpha_pattern", {})
             for number in (entries.get("lora_alpha", 1), *patterns.values()):
                 float(number)

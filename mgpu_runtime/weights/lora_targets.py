@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from .bundle import Checkpoint, Path, Paths, as_paths, read_checkpoint
-from .header import ContentKey, content_key
+from .header import ContentKey, content_key, first_names
 from .keymaps import COMPONENTS
 from .lora import LoRAFile, LoRAPair
 from .lora_names import bare_module, flat_readings, flatten
@@ -16,7 +16,6 @@ from .quantized import Quantization, read_quantization
 log = logging.getLogger("mgpu")
 
 COMPONENTS_WITH_LORA = ("transformer", "connectors")
-NUM_NAMED = 3  # names shown in a sentence
 
 _WEIGHT = ".weight"
 
@@ -78,7 +77,6 @@ class LoRAReport:
         ranks: the different ranks, ascending.
         alphas: the different alphas, ascending; empty where the file has none, and the scale is 1.
         connectors: how many of the matched modules are in the text connectors, which only prompts go through.
-        reference_downscale, reference_time_scale: what an in-context LoRA expects of its reference clip; 1 for others.
     """
 
     path: str
@@ -88,8 +86,6 @@ class LoRAReport:
     ranks: tuple[int, ...]
     alphas: tuple[float, ...]
     connectors: int = 0
-    reference_downscale: int = 1
-    reference_time_scale: int = 1
 
     @property
     def warning(self) -> str | None:
@@ -98,7 +94,7 @@ class LoRAReport:
             return None
         return (
             f"{self.path}: {len(self.unmatched)} entries match nothing in this model and are not used, such as "
-            f"{', '.join(map(repr, self.unmatched[:NUM_NAMED]))}"
+            f"{first_names(map(repr, self.unmatched))}"
         )
 
 
@@ -122,8 +118,6 @@ class LoRAMatch:
             ranks=file.ranks,
             alphas=tuple(sorted(set(file.alphas.values()))),
             connectors=len(self.pairs.get("connectors", ())),
-            reference_downscale=file.reference_downscale,
-            reference_time_scale=file.reference_time_scale,
         )
 
 

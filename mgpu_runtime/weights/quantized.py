@@ -13,12 +13,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from .bundle import Checkpoint
 from .checkpoint import CheckpointFile
 from .header import TensorEntry
-from .keymaps import COMPONENTS
+from .keymaps import COMPONENTS, FP8_MARKER
 from .quantized_numbers import FP4_BLOCK, FP4_TILE_COLUMNS, FP4_TILE_ROWS
 
 Kind = Literal["fp8", "fp8 scaled", "nvfp4"]
@@ -31,8 +32,7 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = {"weight": ("weight_scale", "scale_weight"), "bias": ("bias_scale", "scale_bias")}
 _SECOND_SCALE = "weight_scale_2"
 _NOTES = ("input_scale", "scale_input", "comfy_quant")
-_MARKER = "scaled_fp8"  # of a whole file
-_COMPANIONS = {*(name for names in _SCALES.values() for name in names), _SECOND_SCALE, *_NOTES, _MARKER}
+_COMPANIONS = {*(name for names in _SCALES.values() for name in names), _SECOND_SCALE, *_NOTES, FP8_MARKER}
 _RUNNABLE = {"float8_e4m3fn", "float8_e5m2", "nvfp4"}  # as markers call what we read
 _PADDING = 16  # ComfyUI's nvfp4 weights are whole multiples of this a side
 
@@ -115,6 +115,15 @@ def recognise(
     return found
 
 
+def count_parameters(shapes: Mapping[str, Shape], quantized: Mapping[str, Quantization]) -> int:
+    """Counts the parameters among some tensors, by the module's names; scales and markers are none."""
+    return sum(
+        prod(quantized[name].shape if name in quantized else shape)
+        for name, shape in shapes.items()
+        if not is_companion(name)
+    )
+
+
 def describe_precision(file: Checkpoint, component: str) -> str:
     """Names how a component is stored: "bf16", "fp16", "fp32", "fp8", "fp8 scaled", "nvfp4" or "mixed".
 
@@ -168,7 +177,7 @@ class _Reader:
         for target in filter(is_companion, self.sources):
             base, _, suffix = target.rpartition(".")
             kind = "bias" if suffix in _SCALES["bias"] else "weight"
-            if suffix != _MARKER and f"{base}.{kind}" not in found:
+            if suffix != FP8_MARKER and f"{base}.{kind}" not in found:
                 raise ValueError(
                     f"The {self.what} has {self.sources[target]!r}, but no quantised {kind} that it belongs to. A "
                     "weight without its scale, or scaled twice, gives noise: download the file again, or choose "

@@ -4,12 +4,13 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .bundle import Checkpoint, Path, Paths, as_paths
 from .checkpoint import CheckpointFile
 from .header import content_key
+from .mapping import map_file
 
 log = logging.getLogger("mgpu")
 
@@ -92,13 +93,9 @@ class StateDictRegistry:
     def _map(self, checkpoint: CheckpointFile) -> safe_open:
         file = self._files[checkpoint.path]
         if file.mapping is None:
-            path = checkpoint.path
-            try:
-                file.mapping = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} cannot be mapped: {error}. Download or copy it again.") from error
+            file.mapping = map_file(checkpoint.path)
             self.files_read += 1
-            log.info("Mapped %s (%.1f GB).", path, checkpoint.content_key[2] / 1e9)
+            log.info("Mapped %s (%.1f GB).", checkpoint.path, checkpoint.content_key[2] / 1e9)
         return file.mapping
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from .bundle import Checkpoint, Path, read_checkpoint
 from .configs import has_text_projection, text_projection_input, transformer_values
-from .facts import count_parameters, describe, distilled_hint, model_version
+from .facts import describe, distilled_hint, model_version
+from .header import content_keys, first_names
 from .keymaps import COMPONENTS, SLOTS
 from .lora import LoRAFile
-from .quantized import FLOATS, describe_precision
+from .quantized import FLOATS, count_parameters, describe_precision, read_quantization
 from .text_pairing import PUBLISHED_TEXT_SIZE, expected_gemma_version, needed_family
 from .text_source import TextEncoderFacts, describe_text_encoder
 
@@ -132,13 +133,14 @@ def _parts(checkpoint: Checkpoint, notes: list[str]) -> Iterator[PartReport]:
         entries = [checkpoint.entry(component, target) for target in checkpoint.components[component]]
         num_bytes = sum(entry.end - entry.start for entry in entries)
         try:
-            parameters, precision = count_parameters(checkpoint, component), describe_precision(checkpoint, component)
+            parameters = count_parameters(checkpoint.shapes(component), read_quantization(checkpoint, component))
+            precision = describe_precision(checkpoint, component)
         except ValueError as error:
             notes.append(str(error))
             parameters, precision = 0, "cannot be used"
         yield PartReport(COMPONENTS[component], parameters, num_bytes, precision)
     if checkpoint.unclaimed and not any(file.is_text_encoder for file in checkpoint.files):
-        names = ", ".join(checkpoint.unclaimed[:3])
+        names = first_names(checkpoint.unclaimed)
         notes.append(f"{len(checkpoint.unclaimed)} tensors belong to nothing this program knows, such as {names}.")
 
 
@@ -227,13 +229,7 @@ def _upsampler(checkpoint: Checkpoint) -> FileReport:
 
 
 def _bare(paths: tuple[str, ...], family: str) -> FileReport:
-    return FileReport(paths, sum(_size(path) for path in paths), family)
-
-
-def _size(path: str) -> int:
-    if os.path.isdir(path):
-        return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-    return os.path.getsize(path)
+    return FileReport(paths, sum(size for path in paths for _, _, size in content_keys(path)), family)
 
 
 def _part_line(part: PartReport) -> str:

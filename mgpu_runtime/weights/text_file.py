@@ -5,12 +5,12 @@ Lightricks' Gemma 4 carries its config in the metadata (`gemma_config`) and its 
 the architecture of Gemma 3 12B and of Gemma 4 12B is known here and compared with the shapes.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .header import read_header
+from .header import first_names, metadata_object, read_header
+from .text_folder import TOKENIZER_FILES
 from .text_names import StoredTensor, count_layers, tower_tensors
 
 CONFIG_KEY = "gemma_config"
@@ -59,22 +59,23 @@ def file_tensors(path: Path) -> dict[str, StoredTensor]:
     entries, _ = read_header(path)
     tensors = tower_tensors(StoredTensor(str(path), name, entry) for name, entry in entries.items())
     if "embed_tokens.weight" not in tensors or not count_layers(tensors):
-        names = ", ".join(list(entries)[:3]) or "none"
-        raise ValueError(f"{path} is no text encoder: its first tensors are {names}. Choose Gemma's file or folder.")
+        raise ValueError(
+            f"{path} is no text encoder: its first tensors are {first_names(entries)}. Choose Gemma's file or folder."
+        )
     return tensors
 
 
 def file_config(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Returns the config, as the file tells it or as its shapes show it; raises ValueError where neither does."""
     _, metadata = read_header(path)
-    return _read_config(path, metadata) if CONFIG_KEY in metadata else _known_config(path, tensors)
+    return metadata_object(metadata, CONFIG_KEY, path) if CONFIG_KEY in metadata else _known_config(path, tensors)
 
 
 def file_assets(path: Path) -> dict[str, str]:
     """Returns {tokenizer file: the tensor of its bytes}; raises ValueError with one sentence where there is none."""
     entries, _ = read_header(path)
     found = {file: name for file, name in _ASSETS.items() if name in entries}
-    if not {"tokenizer.json", "tokenizer.model"} & found.keys():
+    if not any(file in found for file in TOKENIZER_FILES):
         raise ValueError(
             f"{path} holds no tokenizer (a tensor tokenizer_json or spiece_model). Choose a text encoder file with "
             "its tokenizer inside, or Gemma's Hugging Face folder."
@@ -83,16 +84,6 @@ def file_assets(path: Path) -> dict[str, str]:
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]} is {entries[wrong[0]].dtype}, not bytes.")
     return found
-
-
-def _read_config(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        config = json.loads(metadata[CONFIG_KEY])
-    except json.JSONDecodeError as error:
-        raise ValueError(f'{path} is damaged: its metadata "{CONFIG_KEY}" is not valid JSON ({error}).') from error
-    if not isinstance(config, dict):
-        raise ValueError(f'{path} is damaged: its metadata "{CONFIG_KEY}" is not a JSON object.')
-    return config
 
 
 def _known_config(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:

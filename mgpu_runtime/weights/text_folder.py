@@ -7,7 +7,7 @@ from typing import Any
 from .header import read_header
 from .text_names import StoredTensor, tower_tensors
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # one of them is needed
 
 
 def folder_config(folder: Path) -> dict[str, Any]:

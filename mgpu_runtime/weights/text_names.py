@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .header import TensorEntry
-from .quantized import is_companion
 
 # What may stand before the text tower's own names, longest first: multimodal models old and new, flat files.
 _PREFIXES = ("model.language_model.model.", "language_model.model.", "model.language_model.", "language_model.")
@@ -54,12 +53,3 @@ def tower_tensors(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
 def count_layers(names: Iterable[str]) -> int:
     """Counts the layers that the tower's names speak of."""
     return len({name.split(".")[1] for name in names if name.startswith("layers.")})
-
-
-def count_parameters(tensors: dict[str, StoredTensor]) -> int:
-    """Counts the tower's parameters; scales are none, and a byte of a packed 4-bit weight is two."""
-    return sum(
-        tensor.entry.numel * (2 if tensor.entry.dtype == "U8" else 1)
-        for name, tensor in tensors.items()
-        if not is_companion(name)
-    )

@@ -1,9 +1,8 @@
 """Which text encoder a checkpoint was trained with, and whether the chosen one is that."""
 
-import json
-
 from .bundle import Checkpoint
-from .configs import text_projection_input, transformer_values
+from .configs import is_from_2_5, text_projection_input, transformer_values
+from .header import metadata_object
 from .text_source import TextEncoderFacts
 
 PUBLISHED_TEXT_SIZE = (3840, 49)  # hidden size and states of Gemma 3 12B and of Gemma 4 12B
@@ -15,13 +14,9 @@ def expected_gemma_version(file: Checkpoint) -> str | None:
 
     Raises ValueError when the entry is damaged.
     """
-    text = file.metadata.get(SOURCE_KEY)
-    if text is None:
+    if SOURCE_KEY not in file.metadata:
         return None
-    try:
-        version = json.loads(text).get("gemma_version")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f'{file.path} is damaged: its metadata "{SOURCE_KEY}" is no JSON object ({error}).') from error
+    version = metadata_object(file.metadata, SOURCE_KEY, file.path).get("gemma_version")
     return version if isinstance(version, str) else None
 
 
@@ -43,9 +38,8 @@ def check_text_encoder(encoder: TextEncoderFacts, file: Checkpoint) -> None:
 
 def needed_family(file: Checkpoint) -> str:
     """Names the text encoder's family that a checkpoint needs: Gemma 4 from LTX-2.5 on."""
-    values = transformer_values(file)
-    is_newer = values["use_keyframes_abs_pos_embedding"] or not values["ff_bias"]
-    return "Gemma 4" if is_newer or expected_gemma_version(file) is not None else "Gemma 3"
+    is_newer = is_from_2_5(transformer_values(file)) or expected_gemma_version(file) is not None
+    return "Gemma 4" if is_newer else "Gemma 3"
 
 
 def _check_family(encoder: TextEncoderFacts, file: Checkpoint) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import CheckpointFile
-from .quantized import Quantization, declared_formats, is_companion, read_formats, recognise
+from .header import ContentKey, content_keys
+from .quantized import Quantization, count_parameters, declared_formats, is_companion, read_formats, recognise
 from .text_file import file_assets, file_config, file_tensors
 from .text_folder import folder_config, folder_tensors
-from .text_names import StoredTensor, count_parameters
+from .text_names import StoredTensor
 
 # Kind of model as its config calls it -> how a sentence calls it.
 MODEL_TYPES = {
@@ -101,11 +102,11 @@ def open_text_encoder(path: str | os.PathLike) -> TextSource:
     absolute = os.path.abspath(os.fspath(path))
     if not os.path.exists(absolute):
         raise ValueError(f"There is no text encoder folder {absolute}. Check the path, or download Gemma first.")
-    return _open(absolute, _stamps(absolute))
+    return _open(absolute, content_keys(absolute))
 
 
 @lru_cache(maxsize=4)
-def _open(path: str, stamps: tuple) -> TextSource:
+def _open(path: str, keys: tuple[ContentKey, ...]) -> TextSource:  # `keys` is for the cache: a change opens anew
     place = Path(path)
     if place.is_dir():
         config = _check_kind(place, folder_config(place))
@@ -113,13 +114,9 @@ def _open(path: str, stamps: tuple) -> TextSource:
     else:
         tensors = file_tensors(place)
         config, assets = _check_kind(place, file_config(place, tensors)), file_assets(place)
-    return TextSource(_facts(place, config, tensors), config, tensors, _quantization(path, tensors), assets)
-
-
-def _stamps(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Tells one state of the files from another."""
-    paths = sorted(entry.path for entry in os.scandir(path) if entry.is_file()) if os.path.isdir(path) else [path]
-    return tuple((name, (status := os.stat(name)).st_mtime_ns, status.st_size) for name in paths)
+    quantized = _quantization(path, tensors)
+    num_parameters = count_parameters({name: tensor.entry.shape for name, tensor in tensors.items()}, quantized)
+    return TextSource(_facts(place, config, num_parameters), config, tensors, quantized, assets)
 
 
 def _quantization(path: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Quantization]:
@@ -141,7 +138,7 @@ def _check_kind(place: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _facts(place: Path, config: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> TextEncoderFacts:
+def _facts(place: Path, config: Mapping[str, Any], num_parameters: int) -> TextEncoderFacts:
     is_file = not place.is_dir()
     text = config.get("text_config") or config
     try:
@@ -158,5 +155,5 @@ def _facts(place: Path, config: Mapping[str, Any], tensors: dict[str, StoredTens
         modified_ns=(place if is_file else place / "config.json").stat().st_mtime_ns,
         is_file=is_file,
         gemma_version=version if isinstance(version, str) else None,
-        num_parameters=count_parameters(tensors),
+        num_parameters=num_parameters,
     )
