@@ -95,6 +95,12 @@ class LTXMGPUFleet(torch.nn.Module):
     """Stands for the fleet in ComfyUI's list of loaded models: it holds no weights here."""
 
 
+def on_host_gpu(devices: list[str]) -> bool:
+    """Tells whether one of a fleet's devices is the GPU that ComfyUI itself uses."""
+    own = model_management.get_torch_device()
+    return own.type == "cuda" and f"cuda:{own.index or 0}" in devices
+
+
 class MemoryGuard:
     """Lets ComfyUI ask for the fleet's memory back: on "free memory", and when another model needs the GPU."""
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from mgpu_runtime.pipeline.jobs import Decode
 
 from .comfy import LTX_MGPU, io, run_job
 from .handle import LTXHandle
+from .preflight import DECODE_NODE
 from .widgets import tiles_sentence
 from .wires import FRAME_RATE, Latent, is_sound, read_latents, read_sound_latent, write_audio
+
+log = logging.getLogger("mgpu")
+
+_SOUND_ALONE = "sound alone: there are no frames"
 
 
 class LTXMGPUDistributedDecode(io.ComfyNode):
@@ -16,7 +23,7 @@ class LTXMGPUDistributedDecode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="LTXMGPUDistributedDecode",
+            node_id=DECODE_NODE,
             display_name="Distributed Decode",
             category="LTX MGPU",
             description="Decodes the video latent in tiles on all workers, and the audio latent to sound as long as "
@@ -54,12 +61,13 @@ class LTXMGPUDistributedDecode(io.ComfyNode):
         job = Decode(tiles, overlap, fps=latent.get(FRAME_RATE))
         if audio_latent is None and is_sound(latent):
             video, sound = None, read_sound_latent(latent, "latent")
+            log.warning("Distributed Decode decodes %s, so nothing that takes images can follow.", _SOUND_ALONE)
         else:
             start = read_latents(latent, audio_latent)
             video, sound = start.video, start.audio
         clip = run_job(
             cls.hidden.unique_id,
-            ltx.heading(None if video is None else video[0, 0].numel()),
+            f"{ltx.heading()} · {_SOUND_ALONE}" if video is None else ltx.heading(video[0, 0].numel()),
             ltx.guard,
             lambda watch: ltx.client.decode(job, video, audio_latent=sound, watch=watch),
         )

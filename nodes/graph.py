@@ -10,6 +10,7 @@ Graph = dict[str, dict[str, Any]]
 # Core nodes that make a video latent and silently round its size down.
 _LATENT_MAKERS = ("EmptyLTXVLatentVideo", "LTXVImgToVideo")
 LORA_NODE = "LTXMGPULoRA"
+ENCODE_VIDEO_NODE = "LTXMGPUEncodeVideo"
 
 
 def check_asked_size(graph: Graph, node_id: str, input_id: str) -> None:
@@ -57,9 +58,32 @@ def lora_chain(graph: Graph, inputs: dict[str, Any]) -> tuple[Any, list[dict[str
     return link, list(passed.values())
 
 
-def followers(graph: Graph, node_id: str, output: int, class_type: str, input_id: str) -> Iterator[dict[str, Any]]:
-    """Yields the inputs of every node of a class that takes this output on the given input."""
-    for node in graph.values():
+def condition_chain(graph: Graph, link: Any, until: Any) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the nodes of a chain of conditions that ends in `link`, first to last, and whether it begins at `until`.
+
+    The node behind `until` and those before it are left out.
+    """
+    passed: dict[str, dict[str, Any]] = {}
+    while link != until and isinstance(link, list) and str(link[0]) in graph and str(link[0]) not in passed:
+        passed[str(link[0])] = graph[str(link[0])]
+        link = passed[str(link[0])].get("inputs", {}).get("conditions")
+    return list(passed.values())[::-1], link == until
+
+
+def made_size(graph: Graph, link: Any) -> tuple[int, int] | None:
+    """Returns the height and width in pixels that the node behind a latent's link is asked for, None where unknown."""
+    node = graph.get(str(link[0]), {}) if isinstance(link, list) else {}
+    if node.get("class_type") not in (*_LATENT_MAKERS, ENCODE_VIDEO_NODE):
+        return None
+    height, width = (node.get("inputs", {}).get(name) for name in ("height", "width"))
+    return (height, width) if isinstance(height, int) and isinstance(width, int) and height and width else None
+
+
+def followers(
+    graph: Graph, node_id: str, output: int, class_type: str, input_id: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the id and the inputs of every node of a class that takes this output on the given input."""
+    for follower_id, node in graph.items():
         inputs = node.get("inputs", {})
         if node.get("class_type") == class_type and inputs.get(input_id) == [node_id, output]:
-            yield inputs
+            yield follower_id, inputs

@@ -30,7 +30,8 @@ class LTXMGPUGuidance(io.ComfyNode):
                     max=1.0,
                     step=0.001,
                     tooltip="The noise level from which on these values hold, down to 0 or to the next lower set of "
-                    "the chain. 1 is from the start.",
+                    "the chain. 1 is from the start. Above the highest of the chain the guidance widgets of SP Stage "
+                    "hold, and where they are -1 the model's own values.",
                 ),
                 LTX_MGPU_GUIDANCE.Input(
                     "guidance", optional=True, tooltip="Another Guidance node, whose values hold at other noise levels."
@@ -40,15 +41,6 @@ class LTXMGPUGuidance(io.ComfyNode):
                 LTX_MGPU_GUIDANCE.Output("guidance_out", display_name="guidance", tooltip="For SP Stage."),
             ],
         )
-
-    @classmethod
-    def validate_inputs(cls, video_stg_blocks: str | None = None, audio_stg_blocks: str | None = None) -> bool | str:
-        try:
-            for text in (video_stg_blocks, audio_stg_blocks):
-                read_blocks(text or "")  # a linked value is not known yet
-        except ValueError as error:
-            return str(error)
-        return True
 
     @classmethod
     def execute(
@@ -64,7 +56,11 @@ class LTXMGPUGuidance(io.ComfyNode):
 
 def _stream(name: str, widgets: dict[str, float | int | str]) -> StreamGuidance:
     values = {key.removeprefix(f"{name}_"): value for key, value in widgets.items() if key.startswith(f"{name}_")}
-    return StreamGuidance(**{**values, "stg_blocks": read_blocks(values["stg_blocks"])})
+    try:
+        blocks = read_blocks(values["stg_blocks"])
+    except ValueError as error:  # ComfyUI would show a sentence of validate_inputs at every input that it takes
+        raise ValueError(f"{name}_stg_blocks: {error}") from error
+    return StreamGuidance(**{**values, "stg_blocks": blocks})
 
 
 def _widgets(stream: str) -> list[io.Input]:

@@ -6,7 +6,6 @@ for a while, its fleet ends.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from dataclasses import dataclass, replace
@@ -15,14 +14,21 @@ from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.jobs import LoRASpec
 from mgpu_runtime.pipeline.settings import LTXSettings
 
-from .comfy import MemoryGuard
+from .comfy import MemoryGuard, on_host_gpu
 
 # ComfyUI drops the old graph's handle just before it makes the new graph's: the same fleet must live through that.
 GRACE_SECONDS = 30.0
 
 
+@dataclass(eq=False)
 class _Users:
-    """Is held by every handle of one configuration, so that its end is the end of the last of them."""
+    """Is held by every handle of one configuration, so that its end is the end of the last of them.
+
+    The entry in ComfyUI's memory list is theirs together: two entries would drive each other's, and so their one
+    fleet, out of the GPU.
+    """
+
+    guard: MemoryGuard
 
 
 _users: weakref.WeakValueDictionary[LTXSettings, _Users] = weakref.WeakValueDictionary()
@@ -59,13 +65,19 @@ def open_handle(settings: LTXSettings) -> LTXHandle:
     """Makes a handle after reading the files' headers; raises ValueError where the fleet could not run them."""
     client = LTXClient(settings)
     client.check()
-    num_bytes = sum(os.path.getsize(path) for path in settings.checkpoint_files())
     users = _users.get(settings)
     if users is None:
-        users = _Users()
+        users = _Users(MemoryGuard(client.release, _num_bytes(client)))
         _users[settings] = users
         weakref.finalize(users, _end_later, client).atexit = False
-    return LTXHandle(client, MemoryGuard(client.release, num_bytes), users)
+    return LTXHandle(client, users.guard, users)
+
+
+def _num_bytes(client: LTXClient) -> int:
+    """Returns what the fleet needs of ComfyUI's own GPU: all files on the first worker's, nothing elsewhere."""
+    if not on_host_gpu(client.devices):
+        return 0
+    return sum(size for _, _, size in client.settings.stamps())
 
 
 def _end_later(client: LTXClient) -> None:

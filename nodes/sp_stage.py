@@ -60,8 +60,7 @@ class LTXMGPUSPStage(io.ComfyNode):
         job = _job(ltx, **inputs)
         graph, node_id = cls.hidden.prompt or {}, cls.hidden.unique_id
         check_sp_stage(graph, node_id, ltx, latent, audio_latent, job, conditions)
-        if not connected:
-            check_plan(job, ltx.client.check(), None)
+        check_plan(job, ltx.client.check(), has_negative=connected)
         prompts = {"positive": (True, positive), "negative": (connected, negative)}
         return [name for name, (wanted, prompt) in prompts.items() if wanted and prompt is None]
 

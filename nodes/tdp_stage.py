@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mgpu_runtime.pipeline.conditions import Conditions
-from mgpu_runtime.pipeline.jobs import SAMPLERS, TDPStage
+from mgpu_runtime.pipeline.jobs import SAMPLERS
 
 from .comfy import LTX_MGPU, LTX_MGPU_CONDITIONS, io, run_job
 from .handle import LTXHandle
-from .preflight import TDP_MODES, TDP_NODE, check_tdp_stage, tdp_mode
+from .preflight import FPS_OF_LATENT, TDP_MODES, TDP_NODE, check_tdp_stage, tdp_job
 from .widgets import seed_input, tiles_sentence
 from .wires import (
     FRAME_RATE,
@@ -20,14 +20,11 @@ from .wires import (
     Latent,
     read_context,
     read_latents,
-    read_sigmas,
     write_audio_latent,
     write_latent,
 )
 
 log = logging.getLogger("mgpu")
-
-FPS_OF_LATENT = 0.0
 
 
 class LTXMGPUTDPUpscaleStage(io.ComfyNode):
@@ -50,7 +47,7 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
                     tooltip="The sound: passed through in tdp mode, refined in sp mode.",
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -61,7 +58,9 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
     def check_lazy_status(cls, ltx: LTXHandle, latent: Latent, **inputs: Any) -> list[str]:
         positive, audio_latent = inputs.pop("positive", None), inputs.pop("audio_latent", None)
         conditions = inputs.pop("conditions", ())
-        check_tdp_stage(ltx, latent, audio_latent, _job(latent, loras=ltx.loras, **inputs), conditions)
+        job = tdp_job(latent.get(FRAME_RATE), loras=ltx.loras, **inputs)
+        graph, node_id = cls.hidden.prompt or {}, cls.hidden.unique_id
+        check_tdp_stage(graph, node_id, ltx, latent, audio_latent, job, conditions)
         return ["positive"] if positive is None else []
 
     @classmethod
@@ -75,7 +74,7 @@ class LTXMGPUTDPUpscaleStage(io.ComfyNode):
         **widgets: Any,
     ) -> io.NodeOutput:
         start = read_latents(latent, audio_latent)
-        job = _job(latent, loras=ltx.loras, **widgets)
+        job = tdp_job(latent.get(FRAME_RATE), loras=ltx.loras, **widgets)
         prompt = read_context(positive, "positive")
         if start.noise_mask is not None or start.audio_mask is not None:
             log.warning("TDP Upscale Stage refines the whole clip: the latent's noise mask is not used here.")
@@ -94,22 +93,6 @@ def _num_tokens(video: torch.Tensor, scale: float) -> int:
     """Counts the tokens of a latent (B, C, F, H, W) after an upscale."""
     frames, height, width = video.shape[2:]
     return frames * int(height * scale) * int(width * scale)
-
-
-def _job(
-    latent: Latent,
-    fps: float,
-    mode: str,
-    sigmas: torch.Tensor | None = None,
-    **fields: Any,
-) -> TDPStage:
-    frame_rate = latent.get(FRAME_RATE) if fps == FPS_OF_LATENT else fps
-    if frame_rate is None:
-        raise ValueError(
-            "fps is 0 (take it from the latent), but this latent carries no frame rate: set fps, or connect the video "
-            "latent of SP Stage"
-        )
-    return TDPStage(fps=frame_rate, mode=tdp_mode(mode), sigmas=read_sigmas(sigmas), **fields)
 
 
 def _wires() -> list[io.Input]:

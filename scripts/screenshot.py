@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from playwright.sync_api import Page, Route, sync_playwright
 
-from comfy_host import ROOT, ComfyHost
+from comfy_host import ROOT, ComfyHost, comfy_path
 
 WORKFLOW = ROOT / "workflows" / "ltx_mgpu_two_stage_t2v.json"
 PICTURE = ROOT / "docs" / "images" / "graph.png"
@@ -26,6 +27,8 @@ _CLEAN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,
 }
+
+_RUN_SECONDS = 300
 
 _FLAGS = [
     "--no-sandbox",
@@ -101,7 +104,12 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="queue the graph first, so that the clip is in the picture")
     options = parser.parse_args()
     workflow = json.loads(options.workflow.read_text(encoding="utf-8"))
-    with ComfyHost(settings=_CLEAN) as host, open_page(host, **_VIEW) as (page, _):
+    host = ComfyHost(settings=_CLEAN)
+    (host.base / "input").mkdir(parents=True, exist_ok=True)
+    (host.base / "input" / "example.png").symlink_to(
+        comfy_path() / "input" / "example.png"
+    )  # Load Image's first choice
+    with host, open_page(host, **_VIEW) as (page, _):
         load_workflow(page, workflow)
         graph = api_graph(page)
         if options.api:
@@ -131,8 +139,10 @@ def _take_picture(page: Page, path: Path) -> None:
 def _run_in_page(host: ComfyHost, page: Page) -> None:
     """Queues the loaded graph with the page's own button code and waits for its end."""
     page.evaluate("() => window.app.queuePrompt(0, 1)")
-    page.wait_for_timeout(1000)
+    deadline = time.monotonic() + _RUN_SECONDS
     while not host.get("/history"):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the graph did not end within {_RUN_SECONDS} s: the server may have refused it")
         page.wait_for_timeout(500)
     page.wait_for_timeout(12_000)  # until the page's own notices are gone
 

@@ -99,7 +99,7 @@ def check_wrong_input_is_one_sentence() -> None:
     for call, words in (
         (lambda: image(image=PICTURES[0]), "the image must be"),
         (lambda: image(image=PICTURES * float("nan")), "the image holds values that are not finite"),
-        (lambda: image(attention=0.5), "no meaning for an image at frame 0"),
+        (lambda: image(attention=0.5), "set attention to -1"),
         (lambda: image(strength=float("nan")), "strength"),
         (lambda: run("LTXMGPULatentCondition", latent={"samples": SOUND}, frame=0, strength=1.0), "has shape 1 x 8"),
         (
@@ -211,6 +211,19 @@ def check_a_following_stage_is_held_against_the_conditions_both_share() -> None:
 
     said = refusal(status)
     assert said.startswith("TDP Upscale Stage: condition 1 is a latent of 4x6 cells") and "8x12" in said, said
+    alone = {"class_type": "LTXMGPULatentCondition", "inputs": {"frame": 0, "strength": 1.0, "latent": ["11", 0]}}
+    graph["12"] = {"class_type": "LTXMGPUReferenceClip", "inputs": {"images": ["13", 0]}}
+    graph["10"] = {**alone, "inputs": {**alone["inputs"], "conditions": ["12", 0]}}
+    graph["11"] = {"class_type": "LTXMGPUEncodeVideo", "inputs": {"width": 192, "height": 256, "images": ["13", 0]}}
+    graph["5"]["inputs"]["conditions"] = ["10", 0]  # a chain of its own, of which the graph tells what it can
+    said = refusal(status)
+    assert said.startswith("TDP Upscale Stage: condition 2 is a latent of 8x6 cells") and "8x12" in said, said
+    graph["10"]["inputs"] |= {"latent": ["3", 0]}  # the first stage's own, before it is enlarged
+    assert "4x6 cells" in refusal(status)
+    graph["10"]["inputs"] |= {"latent": ["11", 0], "frame": 17}
+    graph["11"]["inputs"]["width"] = 0  # as its pictures are
+    assert "the clip has 17 frames" in refusal(status)
+    graph["10"]["inputs"]["frame"] = 8
     for change in ({"conditions": ["10", 0]}, {"conditions": ["9", 0], "upscale": False, "overlap": 1}):
         graph["5"]["inputs"] |= change
         assert status() == ["positive"], change

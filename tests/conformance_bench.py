@@ -23,7 +23,7 @@ Triple = tuple[str, Tensor, Tensor] | tuple[str, Tensor, Tensor, float]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `reason` says why a case was not run."""
+    """One line of the table; `reason` says why a case was not run, `error` why it could not be."""
 
     case: str
     component: str
@@ -31,15 +31,18 @@ class Row:
     relative: float = 0.0
     tolerance: float = 0.0
     reason: str | None = None
+    error: str | None = None
 
     @property
     def failed(self) -> bool:
-        return self.reason is None and not self.relative <= self.tolerance
+        return self.error is not None or (self.reason is None and not self.relative <= self.tolerance)
 
     @property
     def verdict(self) -> str:
         if self.reason is not None:
             return f"not covered: {self.reason}"
+        if self.error is not None:
+            return f"FAIL: {self.error}"
         return "FAIL" if self.failed else "ok"
 
 
@@ -75,6 +78,11 @@ class Bench:
         model.use_attention()
         return TiledDataParallelModelWrapper(model, self.group, config, grid=grid, normalize_positions=normalize)
 
+    def latent_width(self, style: str) -> int | None:
+        """Returns the latent channels of a style's video autoencoder; None where its file has none."""
+        file = self.registry.checkpoint(self.checkpoint(style))
+        return file.shapes("video_vae")["latents_mean"][0] if "video_vae" in file.components else None
+
     def vae(self, style: str):
         return self.build(video_vae.build_video_vae, self.checkpoint(style), dtype=torch.float32)
 
@@ -83,7 +91,7 @@ def gather_rows(name: str, triples: Iterator[Triple], tolerance: float) -> list[
     """Gathers a case's triples by component: the worst of each counts."""
     worst: dict[str, Row] = {}
     for component, actual, expected, *scale in triples:
-        if actual.shape != expected.shape or not bool(torch.isfinite(actual.double()).all()):
+        if actual.shape != expected.shape or not (_is_finite(actual) and _is_finite(expected)):
             difference = relative = float("inf")
         else:
             actual, expected = actual.double(), expected.double()
@@ -92,4 +100,8 @@ def gather_rows(name: str, triples: Iterator[Triple], tolerance: float) -> list[
             relative = difference / max(largest, 1e-12)
         if component not in worst or relative >= worst[component].relative:
             worst[component] = Row(name, component, difference, relative, tolerance)
-    return list(worst.values()) or [Row(name, "-", reason="the case holds nothing to compare")]
+    return list(worst.values()) or [Row(name, "-", error="the case holds nothing to compare")]
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values.double()).all())

@@ -1,5 +1,6 @@
 """Conformance checks of the models: transformer, text connectors, autoencoders, vocoder, upsampler."""
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,6 @@ from tests.conformance_bench import Bench, Triple
 from tests.goldens import Case
 
 PUBLISHED_MEL = MelLayout(rate=16000, window=1024, hop=160, bins=64)  # of the goldens' spectrograms
-UPSAMPLER_STATISTICS = "23"  # the goldens' wrapped upsampler uses the statistics of this style's autoencoder
 
 
 def check_transformer(case: Case, bench: Bench, checkpoint: str = "{style}") -> Iterator[Triple]:
@@ -128,5 +128,19 @@ def check_upsampler(case: Case, bench: Bench) -> Iterator[Triple]:
     path = bench.directory / "checkpoints" / f"tiny_{case.name}.safetensors"
     module = bench.build(upsampler.build_upsampler, path, dtype=torch.float32)
     yield "upsampler", module(case["latent"]), case["out.raw"]
-    wrapped = upsampler.upsample(module, bench.vae(UPSAMPLER_STATISTICS), case["latent"])
+    wrapped = upsampler.upsample(module, bench.vae(_statistics_style(case, bench)), case["latent"])
     yield "upsampler with statistics", wrapped, case["out.wrapped"]
+
+
+def _statistics_style(case: Case, bench: Bench) -> str:
+    """Tells whose autoencoder's statistics the goldens' upsampler stands between: its sentence names a version."""
+    told = re.search(r"(\d)\.(\d) VAE", case.facts.get("what", ""))
+    if told and bench.checkpoint(told[1] + told[2]).exists():
+        return told[1] + told[2]
+    prefix = bench.checkpoint("").stem
+    styles = [path.stem.removeprefix(prefix) for path in sorted(bench.checkpoint("").parent.glob(f"{prefix}*"))]
+    width = case["latent"].shape[1]
+    fitting = [style for style in styles if bench.latent_width(style) == width]
+    if not fitting:
+        raise ValueError(f"no checkpoint has a video autoencoder of {width} latent channels for its statistics")
+    return fitting[-1]

@@ -81,6 +81,8 @@ FACTS = types.SimpleNamespace(
     has_video_encoder=True,
     has_audio_encoder=True,
     audio_latent_rate=25.0,
+    decode_min_cells=1,
+    has_diffusion_decoder=False,
     num_layers=48,
     is_distilled=False,
     video_channels=128,
@@ -195,7 +197,9 @@ def check_clips_and_sound_become_latents_and_come_back() -> None:
     node.execute(ltx=stage.ltx, audio=audio)
     assert stage.client.calls[-1][1] == {"num_frames": 0, "fps": 24.0}
     decode = stage.ready("LTXMGPUDistributedDecode")
+    stage.client.decode = _with_a_line(stage.client.decode)
     images, heard = decode.execute(ltx=stage.ltx, latent=sound, tiles="auto", overlap=4).args
+    assert stage.texts[-1] == "2 workers · sound alone: there are no frames · decoding", stage.texts
     assert images is None and heard["sample_rate"] == 48000 and stage.client.calls[-1][0][1] is None
     decode.execute(ltx=stage.ltx, latent={**video, "frame_rate": 24.0}, tiles="auto", overlap=4, audio_latent=sound)
     assert stage.client.last_job.fps == 24.0 and stage.client.calls[-1][1]["audio_latent"].shape == (1, 8, 18, 16)
@@ -233,8 +237,8 @@ def check_guidance_nodes_chain_by_noise_level() -> None:
     assert "two Guidance nodes of the chain hold from the noise level 0.4" in said, said
     said = _refusal(lambda: stage.run_sp(schedule="ltx2", negative=PROMPT, guidance=both, video_cfg=2.0))
     assert "put them back to -1, or disconnect" in said, said
-    assert "STG blocks are numbers" in node.validate_inputs(video_stg_blocks="14;19")
-    assert node.validate_inputs(video_stg_blocks="14, 19", audio_stg_blocks=None) is True
+    said = _refusal(lambda: node.execute(from_sigma=0.2, **{**defaults, "video_stg_blocks": "14;19"}))
+    assert said.startswith("video_stg_blocks: STG blocks are numbers") and "audio" not in said, said
 
 
 def check_missing_frame_rate_is_refused() -> None:
@@ -347,6 +351,76 @@ def check_a_following_stage_that_cannot_run_stops_the_first() -> None:
     assert "40x40" in _refusal(status)
     graph["5"]["inputs"]["tiles"] = ["9", 0]  # not known yet: left to the stage itself
     assert status() == ["positive"]
+
+
+def check_what_follows_is_built_as_it_will_be() -> None:
+    stage = Stage()
+    asked = {"ltx": stage.ltx, "positive": None, "latent": EMPTY, **SP}
+    tdp = {"ltx": ["1", 0], "latent": ["4", 0], "audio_latent": ["4", 1], **TDP}
+    decode = {"ltx": ["1", 0], "latent": ["5", 0], "audio_latent": ["5", 1], "tiles": "2x3", "overlap": 2}
+
+    def status(tdp_widgets: dict[str, Any], decode_widgets: dict[str, Any]) -> list[str]:
+        graph = {
+            "4": {"class_type": "LTXMGPUSPStage", "inputs": {"ltx": ["1", 0], "latent": ["3", 0]}},
+            "5": {"class_type": "LTXMGPUTDPUpscaleStage", "inputs": {**tdp, **tdp_widgets}},
+            "6": {"class_type": "LTXMGPUDistributedDecode", "inputs": {**decode, **decode_widgets}},
+        }
+        return stage.ready("LTXMGPUSPStage", graph).check_lazy_status(**asked)
+
+    link, first = ["9", 0], {"latent": ["4", 0], "audio_latent": ["4", 1]}
+    for tdp_widgets, decode_widgets, words in (
+        ({"fps": 12.0}, {}, "TDP Upscale Stage: the audio latent has 18 frames"),
+        ({"fps": 300.0}, {}, "TDP Upscale Stage: fps must be 1 to 240"),
+        ({"sampler": "dpm"}, {}, "TDP Upscale Stage: sampler must be one of"),
+        ({"mode": "both"}, {}, "TDP Upscale Stage: mode must be one of"),
+        ({"seed": -1}, {}, "TDP Upscale Stage: seed must be"),
+        ({}, {"tiles": "9x9"}, "Distributed Decode: Tiles '9x9' do not fit"),
+        ({"mode": link}, {"tiles": "9x9"}, "Distributed Decode: Tiles '9x9' do not fit"),
+        ({}, {**first, "tiles": "2x5"}, "Distributed Decode: Tiles '2x5' do not fit"),
+    ):
+        said = _refusal(lambda one=tdp_widgets, two=decode_widgets: status(one, two))
+        assert said.startswith(words), said
+    for tdp_widgets, decode_widgets in (
+        ({}, {}),
+        ({"fps": 24.0}, {"tiles": link}),
+        ({"fps": 12.0, "audio_latent": ["8", 0]}, {}),
+        ({"fps": link, "sampler": link, "seed": link, "mode": link}, {"overlap": link, "tiles": "9x9"}),
+        ({"mode": link, "tiles": "40x40"}, {}),
+        ({"upscale": link, "tiles": "3x3"}, {"tiles": "9x9"}),
+        ({"overlap": link, "tiles": "9x9"}, {"ltx": ["7", 0], "tiles": "9x9"}),
+    ):
+        assert status(tdp_widgets, decode_widgets) == ["positive"], (tdp_widgets, decode_widgets)
+
+
+def check_an_upscale_stage_looks_at_the_decode_behind_it() -> None:
+    stage = Stage()
+    graph = {
+        "4": {"class_type": "LTXMGPUTDPUpscaleStage", "inputs": {"ltx": ["1", 0]}},
+        "6": {
+            "class_type": "LTXMGPUDistributedDecode",
+            "inputs": {"ltx": ["1", 0], "latent": ["4", 0], "tiles": "9x9", "overlap": 4},
+        },
+    }
+    asked = {"ltx": stage.ltx, "positive": None, "latent": {**EMPTY, "frame_rate": 24.0}, **TDP}
+
+    def status(**changes: Any) -> list[str]:
+        return stage.ready("LTXMGPUTDPUpscaleStage", graph).check_lazy_status(**asked, **changes)
+
+    assert _refusal(status).startswith("Distributed Decode: Tiles '9x9' do not fit")
+    graph["6"]["inputs"]["tiles"] = "2x2"
+    assert status() == ["positive"]
+    said = _refusal(lambda: status(audio_latent={"samples": torch.zeros(1, 8, 26, 16)}))
+    assert "26 frames" in said and "needs 18" in said, said
+
+
+def _with_a_line(job: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a client's method that first says a line of text."""
+
+    def said(*given: Any, watch: Any, **more: Any) -> Any:
+        watch.on_event(_event("log", text="decoding"))
+        return job(*given, watch=watch, **more)
+
+    return said
 
 
 def _event(kind: str, **data: Any) -> types.SimpleNamespace:

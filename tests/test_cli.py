@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from mgpu_runtime.cli import main
+from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.fit import fit
 from mgpu_runtime.pipeline.media import read_picture
 from mgpu_runtime.weights.report import GIB, FileReport, PartReport, inspect
@@ -16,7 +17,10 @@ from tests.goldens import TOY
 from tests.weights_files import published
 
 
-def test_generate_makes_a_clip_with_sound_that_shows_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_generate_makes_a_clip_with_sound_that_shows_the_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mgpu")
     output = tmp_path / "clip.mp4"
     options = {
         "checkpoint": TOY / "ltx-toy-23.safetensors",
@@ -35,6 +39,7 @@ def test_generate_makes_a_clip_with_sound_that_shows_the_prompt(tmp_path: Path, 
     assert main(["generate", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(output)
+    assert (printed.err + caplog.text).count("starting 2 workers") == 1
     assert "SP stage: 8 of 8" in printed.err and "TDP stage: 2 of 2" in printed.err
     with av.open(str(output)) as container:
         pictures = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -62,6 +67,19 @@ def test_inspect_says_what_a_file_is_and_whether_it_fits(capsys: pytest.CaptureF
         "needs",
         "memory",
     ]
+
+
+def test_inspect_counts_the_text_encoder_only_where_it_is_given(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(TOY / "ltx-toy-23.safetensors")
+    assert main(["inspect", model, "--devices", "cpu"]) == 0
+    assert "(not counted: the text encoder)" in capsys.readouterr().out
+    assert main(["inspect", str(TOY / "gemma-toy"), model, "--devices", "cpu"]) == 0
+    assert "not counted" not in capsys.readouterr().out
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (GIB, GIB))
+    lora = PartReport("LoRA x", parameters=1000, num_bytes=2000, precision="bf16", kind="LoRA")
+    assert fit(FileReport(("x",), 2000, "LoRA", parts=(lora,)), ["cuda:0"]) == []
 
 
 def test_inspect_of_a_broken_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -100,11 +118,14 @@ def test_a_quantised_file_counts_its_own_bytes(monkeypatch: pytest.MonkeyPatch) 
         ("--lora", ["a.safetensors", "much"], "strength of a LoRA must be a number"),
         ("--lora-stage2", ["a.safetensors", "1", "2"], "at most 2 words"),
         ("--lora", ["absent.safetensors"], "no file"),
-        ("--image", ["absent.png"], "absent.png"),
+        ("--image", ["absent.png"], "no file absent.png"),
         ("--image", ["picture.png", "1.5"], "whole number"),
         ("--image", ["picture.png", "400"], "400"),
         ("--image", ["picture.png", "0", "2"], "from 0 to 1"),
         ("--image", ["notes.txt"], "no picture"),
+        ("--steps", ["5", "--schedule=distilled"], "set steps to 0"),
+        ("--stage2-sampler", ["euler", "--stage2=sp", "--sp-max-tokens=100"], "exceed sp_max_tokens 100"),
+        ("--image", ["picture.png", "8", "--stage2=sp", "--sp-max-tokens=300"], "of its conditions exceed"),
         ("--video-vae", ["absent.safetensors"], "no file"),
     ],
 )
@@ -112,13 +133,23 @@ def test_what_cannot_be_used_is_one_sentence_and_starts_nothing(
     option: str, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LTXClient, "_start", lambda *_: pytest.fail("workers were started"))
     Image.new("RGB", (64, 48), "red").save("picture.png")
     Path("notes.txt").write_text("no picture", encoding="utf-8")
     required = [f"--checkpoint={TOY / 'ltx-toy-23.safetensors'}", f"--text-encoder={TOY / 'gemma-toy'}"]
     required += [f"--upsampler={TOY / 'ltx-toy-upsampler-x2.safetensors'}", "--prompt=x", "--devices=cpu"]
     assert main(["generate", *required, "--height=256", "--width=384", "--frames=17", option, *words]) == 1
     printed = capsys.readouterr().err
-    assert sentence in printed.replace("There is no", "no") and "starting" not in printed
+    assert sentence in printed.replace("There is no", "no")
+
+
+def test_help_says_what_the_options_take(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for said in ("--image FILE [FRAME STRENGTH ...]", "most video tokens of a", "passes go through the model at once"):
+        assert said in words
+    assert "--stage2-sampler {auto,euler,ancestral,res_2s}" in words
 
 
 def test_a_picture_is_read_upright(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_b115_more_devices_than_visible_names_requested_visible_and_allowed():
     text = str(caught.value)
     assert "ask for 4 GPUs" in text and "cuda:2, cuda:3" in text
     assert "2 CUDA devices are visible" in text and "cuda:0 to cuda:1 are allowed" in text
-    with pytest.raises(ValueError, match="no CUDA device is allowed"):
+    with pytest.raises(ValueError, match="ask for 1 GPU, but no GPU is visible here. Choose 'cpu:N'"):
         parse_devices("0", num_cuda=0)
     with pytest.raises(ValueError, match="only cuda:0 is allowed"):
         parse_devices("1", num_cuda=1)

@@ -20,7 +20,7 @@ from mgpu_runtime.weights.lora_names import split_key
 from mgpu_runtime.weights.lora_targets import LoRATarget, LoRATargets, match_lora
 from tests import tiny
 from tests.lora_files import DIALECTS, HALVES, KOHYA, LORA_23, Dialect, random_pair, targets, write_lora
-from tests.weights_files import TINY_20, TINY_23, only, published, read_all, write_raw
+from tests.weights_files import TINY_20, TINY_23, only, published, read_all, write_header, write_raw
 
 TO_Q = "transformer_blocks.0.attn1.to_q"
 CONNECTOR = "video_embeddings_connector.transformer_1d_blocks.0.attn1.to_q"
@@ -294,8 +294,16 @@ def test_other_kinds_of_adapters_are_refused_by_name(
     assert kind in said and repr(key) in said
 
 
-def test_a_checkpoint_in_place_of_a_lora_is_refused(tiny_targets: LoRATargets) -> None:
+def test_a_model_in_place_of_a_lora_is_refused_by_what_it_is(tmp_path: Path, tiny_targets: LoRATargets) -> None:
     assert "is not a LoRA" in refusal(TINY_20, tiny_targets)
+    whole = refusal(published("23", tmp_path), tiny_targets)  # its vocoder has alphas
+    assert "It is an LTX-2 model: transformer, text connectors" in whole and "Choose a file of models/loras" in whole
+    part = only(TINY_23, tmp_path / "vae.safetensors", "vae.")
+    assert "It is a part of LTX-2: video autoencoder." in refusal(part, tiny_targets)
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (2, 2)}
+    assert "It is a language model" in refusal(write_header(tmp_path / "gemma.safetensors", shapes), tiny_targets)
+    shapes = {f"model.diffusion_model.{name}": (2, 2) for name in ("patchify_proj.weight", "proj_out.weight_scale")}
+    assert "is not a LoRA" in refusal(write_header(tmp_path / "fp8.safetensors", shapes), tiny_targets)
 
 
 @pytest.mark.parametrize(

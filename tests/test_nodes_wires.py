@@ -198,5 +198,5 @@ def test_good_or_unknown_sizes_pass(asked: dict[str, Any]) -> None:
 
 def test_followers_are_found_by_link() -> None:
     graph = _graph()
-    assert [found["tiles"] for found in followers(graph, "4", 0, "LTXMGPUTDPUpscaleStage", "latent")] == ["1x2"]
+    assert [found["tiles"] for _, found in followers(graph, "4", 0, "LTXMGPUTDPUpscaleStage", "latent")] == ["1x2"]
     assert not list(followers(graph, "4", 1, "LTXMGPUTDPUpscaleStage", "latent"))

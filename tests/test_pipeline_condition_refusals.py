@@ -113,7 +113,11 @@ REFUSALS: dict[str, tuple[Callable[[LTXClient], object], str]] = {
     ),
     "a kept sound that is not there": (
         _sp_job(replace(DISTILLED, audio_mode="keep")),
-        "audio_mode keep listens to a given sound, but there is no audio latent",
+        r"audio_mode keep .* there is no audio latent: connect Encode Audio \(LTX MGPU\) to audio_latent",
+    ),
+    "a sound of another length": (
+        _sp_job(DISTILLED, audio_latent=torch.zeros(1, 2, 26, 16)),
+        "the audio latent has 26 frames .25 a second.* needs 18: connect the clip's latent to video_latent of Encode",
     ),
     "a sound for a stage without": (
         _sp_job(replace(DISTILLED, audio_mode="none"), audio_latent=SOUND),

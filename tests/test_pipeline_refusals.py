@@ -281,9 +281,9 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
 def test_guidance_of_a_stream_that_is_not_made_is_not_asked_for() -> None:
     silent = SPStage(1, 24.0, "ltx2", video=GuiderParams(), with_audio=False)
     facts = client().check()
-    check_plan(silent, facts, None)
+    check_plan(silent, facts, has_negative=False)
     with pytest.raises(ValueError, match="negative prompt"):
-        check_plan(replace(silent, with_audio=True), facts, None)
+        check_plan(replace(silent, with_audio=True), facts, has_negative=False)
 
 
 def test_a_checkpoint_without_a_part_is_refused_by_the_job_that_needs_it() -> None:

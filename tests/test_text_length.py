@@ -110,7 +110,7 @@ def test_the_job_needs_a_head_and_runs_on_the_runner(tmp_path: Path) -> None:
     assert from_record(*to_record(PredictLength())) == PredictLength()
     assert needed_components(PredictLength(), with_sound=False) == ("duration_head",)
     bare = LTXSettings(str(TOY_23))
-    with pytest.raises(ValueError, match="duration head"):
+    with pytest.raises(ValueError, match="only LTX-2.5 has one"):
         check_components(PredictLength(), describe(bare.checkpoint_files()), bare)
     settings = LTXSettings(str(TOY_23), duration_head=str(write_head(tmp_path / "head.safetensors", {})))
     facts = describe(settings.checkpoint_files())

@@ -1,23 +1,32 @@
 """The report on a file: what it is, what it needs beside it, and one sentence where it is broken."""
 
+import itertools
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
+from mgpu_runtime.weights.facts import describe
 from mgpu_runtime.weights.report import GIB, FileReport, inspect
+from tests.lora_files import KOHYA, LORA_23, random_pair, write_lora
+from tests.text_files import pack
 from tests.weights_files import (
     GEMMA,
     TINY_20,
+    TINY_23,
     TINY_UPSAMPLER,
     TOY_23,
+    TOY_UPSAMPLER,
     only,
     published,
     published_layout,
     published_split,
     read_all,
     split,
+    write_gemma,
     write_header,
 )
 
@@ -53,10 +62,13 @@ def test_parts_say_what_is_missing_and_together_they_are_whole(tmp_path: Path) -
     assert "text projection: a file with it as text_projection" in needs
     vae = inspect(paths["video_vae"])
     assert (vae.family, vae.layout) == ("LTX-2 (parts)", None)
-    assert "transformer: a file with it as checkpoint" in vae.needs
+    assert vae.needs == ("a checkpoint of the same family; choose it as video_vae in Load LTX MGPU",)
     projection = inspect(paths["text_projection"])
-    assert [part.title for part in projection.parts] == ["text connectors"] and projection.config_source is None
+    assert [part.title for part in projection.parts] == ["text projection"] and projection.config_source is None
+    some = inspect(paths["audio_vae"], paths["video_vae"])
+    assert some.layout == "split, 2 files" and "choose them as" in some.needs[0]
     whole = inspect(*paths.values())
+    assert whole.layout == "split, 4 files"
     assert [need.split(":")[0] for need in whole.needs] == ["text encoder", "latent upsampler, to enlarge a clip"]
 
 
@@ -93,6 +105,12 @@ def test_other_kinds_of_files_are_named(tmp_path: Path) -> None:
     assert (upsampler.family, upsampler.config_source) == ("latent upsampler", "metadata")
     unknown = inspect(write_header(tmp_path / "x.safetensors", {"first_stage_model.decoder.conv_in.weight": (2, 2)}))
     assert unknown.family == "unknown" and "another model's file" in unknown.notes[0]
+    layer = {"cond_stage_model.transformer.text_model.encoder.layers.0.self_attn.q_proj.weight": (2, 2)}
+    older_image = {"model.diffusion_model.input_blocks.0.0.weight": (4, 4, 3, 3), **layer}
+    image = inspect(write_header(tmp_path / "sd.safetensors", older_image))
+    assert (image.family, image.parts, image.needs) == ("unknown", (), ()) and "another model's file" in image.notes[0]
+    with pytest.raises(ValueError, match="another model's file"):
+        describe(tmp_path / "sd.safetensors")
     older = inspect(write_header(tmp_path / "old.safetensors", {"model.diffusion_model.patchify_proj.weight": (2, 2)}))
     assert older.family == "unknown" and "older LTX-Video" in older.notes[0]
 
@@ -125,3 +143,57 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(ValueError, match="There is no file"):
         inspect(tmp_path / "absent.safetensors")
+
+
+def test_companions_are_parts_in_any_order_and_meet_their_needs(tmp_path: Path) -> None:
+    encoder = pack(GEMMA, tmp_path / "gemma.safetensors")
+    for text_encoder in (GEMMA, encoder):
+        for paths in itertools.permutations((TOY_23, text_encoder, TOY_UPSAMPLER)):
+            report = inspect(*paths)
+            assert (report.family, report.layout) == ("LTX-2.3", "one file")
+            assert report.paths == tuple(map(str, paths)) and (report.needs, report.notes) == ((), ())
+            titles = [part.title for part in report.parts]
+            assert "transformer" in titles and titles[-2].startswith("text encoder, ")
+            assert titles[-1] == "latent upsampler"
+    pair = inspect(GEMMA, TOY_UPSAMPLER)
+    assert pair.family == "Gemma 3 text encoder, latent upsampler" and len(pair.parts) == 2
+
+
+def test_companions_that_do_not_fit_are_notes_and_their_needs_stay(tmp_path: Path) -> None:
+    wide = write_gemma(tmp_path / "wide", hidden_size=96)
+    layer = {"model.embed_tokens.weight": (4, 96), "model.layers.0.self_attn.q_proj.weight": (2, 2)}
+    write_header(wide / "model.safetensors", layer)
+    report = inspect(wide, TINY_UPSAMPLER, TOY_23)
+    assert [need.split(":")[0] for need in report.needs] == ["text encoder", "latent upsampler, to enlarge a clip"]
+    assert "has hidden size 96" in report.notes[0] and "latent channels" in report.notes[1]
+
+
+def test_a_lora_beside_its_model_says_how_much_of_it_fits(tmp_path: Path) -> None:
+    for paths in ((TINY_23, LORA_23), (LORA_23, TINY_23)):
+        report = inspect(*paths)
+        assert (report.family, report.layout) == ("LTX-2.3", "one file")
+        assert report.parts[-1].title.startswith("LoRA tiny_lora_ltx23, 21 modules")
+        assert report.needs == inspect(TINY_23).needs
+        assert report.notes == (f"{LORA_23} fits: 21 of its 21 modules are in this model.",)
+    other = write_lora(tmp_path / "sd.safetensors", {"down_blocks.0.attentions.0.proj_in": random_pair(4, 4)}, KOHYA)
+    (note,) = inspect(TINY_23, other).notes
+    assert "is a LoRA for another model" in note
+    assert "its modules are those of no LTX-2 model" in inspect(other).notes[0] and inspect(LORA_23).notes == ()
+
+
+def test_a_file_of_no_use_is_noted_and_changes_no_family(tmp_path: Path) -> None:
+    preview = write_header(tmp_path / "tae.safetensors", {"decoder.1.weight": (8, 2, 3, 3)})
+    small = only(TINY_23, tmp_path / "a.safetensors", "vae.")
+    twin = only(TINY_23, tmp_path / "b.safetensors", "vae.")
+    report = inspect(preview, small, TINY_23, twin)
+    assert (report.family, report.layout) == ("LTX-2.3", "split, 2 files")
+    assert f"{small} is not used" in report.notes[0] and f"{preview} is another model's file" in report.notes[1]
+
+
+def test_what_shapes_told_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = published_split("20", tmp_path, has_config=False)
+    with caplog.at_level(logging.WARNING, "mgpu"):
+        inspect(*paths.values())
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines and len(lines) == len(set(lines))
+    assert re.search(r"part +video autoencoder: .* MiB", text(inspect(TINY_23)))

@@ -13,6 +13,7 @@ from mgpu_runtime.models.connectors import ConnectorsBuilder
 from mgpu_runtime.models.transformer_builder import TransformerBuilder
 from mgpu_runtime.models.video_vae import VideoVAEBuilder
 from mgpu_runtime.models.vocoder import VocoderBuilder
+from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.weights.bundle import Checkpoint, read_checkpoint
 from mgpu_runtime.weights.checkpoint import CheckpointFile
@@ -286,6 +287,27 @@ def test_text_projection_without_connectors_is_said(tmp_path: Path) -> None:
     facts = describe(tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="has the text projection but no text connectors"):
         facts.require("connectors")
+
+
+@pytest.mark.parametrize(
+    ("slot", "part", "words"),
+    [
+        ("video_vae", "audio_vae", ("no video autoencoder", "audio autoencoder, vocoder", "and this one as audio_vae")),
+        ("audio_vae", "video_vae", ("no audio autoencoder or vocoder", "video autoencoder", "this one as video_vae")),
+        ("text_projection", "video_vae", ("no text projection", "video autoencoder", "this one as video_vae")),
+        ("duration_head", "text_projection", ("no duration head", "text projection", "this one as text_projection")),
+    ],
+)
+def test_a_file_must_hold_what_its_input_is_for(tmp_path: Path, slot: str, part: str, words: tuple[str, ...]) -> None:
+    paths = {name: str(path) for name, path in split(TOY_23, tmp_path).items()}
+    with pytest.raises(ValueError) as error:
+        LTXClient(LTXSettings(str(TOY_23), devices="cpu:1", **{slot: paths[part]})).check()
+    said = str(error.value)
+    assert said.startswith(f"{slot} is {paths[part]}, which holds") and all(word in said for word in words)
+    own = {name: path for name, path in paths.items() if name != "transformer"}
+    LTXClient(LTXSettings(str(TOY_23), devices="cpu:1", **own)).check()
+    with pytest.raises(ValueError, match="checkpoint is .*, which holds no transformer"):
+        LTXClient(LTXSettings(paths["video_vae"], devices="cpu:1", video_vae=str(TOY_23))).check()
 
 
 def test_settings_name_every_file_once_and_in_order() -> None:

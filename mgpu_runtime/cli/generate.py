@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..fleet import Event
-from ..pipeline.checks import check_decode, check_tdp
+from ..pipeline.checks import check_components, check_decode, check_plan, check_tdp, token_limit
 from ..pipeline.client import LTXClient, Watch
 from ..pipeline.condition_checks import check_conditions
-from ..pipeline.conditions import ImageCondition
+from ..pipeline.conditions import Conditions, ImageCondition
 from ..pipeline.jobs import SAMPLERS, SCHEDULES, TEXT_MODES, UPSCALE_MODES, Decode, LoRASpec, SPStage, TDPStage
 from ..pipeline.settings import DEFAULT_SP_MAX_TOKENS, LTXSettings
 from ..pipeline.tensors import check_video_latent
@@ -58,7 +58,7 @@ def _add_clip(clip: argparse._ArgumentGroup) -> None:
         nargs="+",
         action="append",
         default=[],
-        metavar=("FILE", "FRAME"),
+        metavar=("FILE", "FRAME STRENGTH"),
         help="a picture the clip shows, the frame where (0; negative counts from the end) and a strength from 0 to 1 "
         "(1); may be given several times",
     )
@@ -77,8 +77,18 @@ def _add_clip(clip: argparse._ArgumentGroup) -> None:
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
     add_machine(work)
-    work.add_argument("--sp-max-tokens", type=int, default=DEFAULT_SP_MAX_TOKENS, help="limit (%(default)s)")
-    work.add_argument("--max-batch-size", type=int, default=0, help="most rows of one forward, 0: no limit")
+    work.add_argument(
+        "--sp-max-tokens",
+        type=int,
+        default=DEFAULT_SP_MAX_TOKENS,
+        help="most video tokens of a sequence-parallel stage (%(default)s)",
+    )
+    work.add_argument(
+        "--max-batch-size",
+        type=int,
+        default=0,
+        help="how many guidance passes go through the model at once, 0: all (%(default)s)",
+    )
     work.add_argument(
         "--text-mode", default="auto", choices=TEXT_MODES, help="where the text encoder runs (%(default)s)"
     )
@@ -86,6 +96,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument(
         "--stage2", default="tdp", choices=UPSCALE_MODES, help="tdp: tiles, sound kept; sp: whole frame, sound follows"
     )
+    work.add_argument("--stage2-sampler", default="auto", choices=SAMPLERS, help="auto is euler (%(default)s)")
     work.add_argument("--tiles", default="auto", help='tiles of stage 2: "auto" or rows x columns such as "1x2"')
     work.add_argument("--overlap", type=int, default=5, help="latent cells that tiles share (%(default)s)")
 
@@ -101,13 +112,17 @@ def _run(arguments: argparse.Namespace) -> int:
     facts = client.check()
     pictures = [_picture(words) for words in arguments.image]
     latent, large = _latents(arguments, facts)
-    stage1, stage2 = _stages(arguments)
+    stage1, stage2 = _stages(arguments, pictures)
     decode = Decode(fps=arguments.fps)
     # what the last steps would refuse is refused before the first one runs
     client.check_loras([*stage1.loras, *stage2.loras])
     grid = check_video_latent(latent, facts, client.settings.sp_max_tokens)
-    check_conditions(pictures, facts, grid, has_sound=True, max_tokens=client.settings.sp_max_tokens)
-    check_tdp(stage2, latent, facts, client.settings)
+    check_components(stage1, facts, client.settings)
+    check_plan(stage1, facts, has_negative=True)
+    large_grid = check_tdp(stage2, latent, facts, client.settings)
+    for stage, its_grid in ((stage1, grid), (stage2, large_grid)):
+        limit = token_limit(stage, client.settings)
+        check_conditions(pictures, facts, its_grid, has_sound=True, max_tokens=limit)
     check_decode(decode, large, facts, client.settings, with_sound=True)
     watch = Watch(on_event=_report)
     try:
@@ -159,8 +174,8 @@ def _latents(arguments: argparse.Namespace, facts: ModelFacts) -> tuple[Tensor, 
     return torch.zeros(*empty, *start), torch.zeros(*empty, size.height, size.width)
 
 
-def _stages(arguments: argparse.Namespace) -> tuple[SPStage, TDPStage]:
-    both = _loras(arguments.lora)
+def _stages(arguments: argparse.Namespace, pictures: Conditions) -> tuple[SPStage, TDPStage]:
+    both, conditions = _loras(arguments.lora), tuple(condition for condition, _ in pictures)
     first = SPStage(
         arguments.seed,
         arguments.fps,
@@ -168,6 +183,7 @@ def _stages(arguments: argparse.Namespace) -> tuple[SPStage, TDPStage]:
         steps=arguments.steps,
         sampler=arguments.sampler,
         max_batch_size=arguments.max_batch_size,
+        conditions=conditions,
         loras=(*both, *_loras(arguments.lora_stage1)),
         preview=False,
     )
@@ -177,7 +193,9 @@ def _stages(arguments: argparse.Namespace) -> tuple[SPStage, TDPStage]:
         tiles=arguments.tiles,
         overlap=arguments.overlap,
         mode=arguments.stage2,
+        sampler=arguments.stage2_sampler,
         max_batch_size=arguments.max_batch_size,
+        conditions=conditions,
         loras=(*both, *_loras(arguments.lora_stage2)),
         preview=False,
     )
@@ -200,6 +218,8 @@ def _picture(words: Sequence[str]) -> tuple[ImageCondition, Tensor]:
         frame=_number("the frame of an image", frame, int),
         strength=_number("the strength of an image", strength, float),
     )
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {path}: check the path of --image")
     return condition, read_picture(Path(path))
 
 
@@ -218,7 +238,7 @@ def _number(what: str, text: str, kind: type[int] | type[float]) -> float:
 
 
 def _report(event: Event) -> None:
-    if event.kind == "log":
+    if event.kind == "log" and event.job_id:  # what belongs to no job is logged already
         sys.stderr.write(f"{event.data['text']}\n")
     if event.kind == "progress":
         data = event.data

@@ -20,8 +20,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     devices = parse_devices(arguments.devices)
     report = inspect(*arguments.file)
-    lines = report.lines()
-    if report.parts:
-        lines += [f"memory     {device.line()}" for device in fit(report, devices, arguments.precision)]
+    lines = report.lines() + [f"memory     {device.line()}" for device in fit(report, devices, arguments.precision)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

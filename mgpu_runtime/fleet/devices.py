@@ -25,10 +25,12 @@ def parse_devices(spec: str, *, num_cuda: int | None = None) -> list[str]:
     if len(set(indices)) < len(indices):
         raise ValueError(f"Devices {spec!r} name a GPU twice; each GPU takes one worker. {_FORMS}")
     if missing := [i for i in indices if i >= visible]:
-        choice = "Choose from those, or 'auto', or 'cpu:N'" if visible else "Choose 'cpu:N', such as 'cpu:2'"
+        asked = f"Devices {spec!r} ask for {len(indices)} GPU{'s' if len(indices) > 1 else ''}"
+        if not visible:
+            raise ValueError(f"{asked}, but no GPU is visible here. Choose 'cpu:N', such as 'cpu:2'.")
         raise ValueError(
-            f"Devices {spec!r} ask for {len(indices)} GPUs, but {_not_visible(missing)}: {visible} CUDA devices are "
-            f"visible here, so {_allowed(visible)}. {choice}."
+            f"{asked}, but {_not_visible(missing)}: {visible} CUDA devices are visible here, so {_allowed(visible)}. "
+            "Choose from those, or 'auto', or 'cpu:N'."
         )
     return [f"cuda:{i}" for i in indices]
 
@@ -36,11 +38,14 @@ def parse_devices(spec: str, *, num_cuda: int | None = None) -> list[str]:
 def first_devices(num_gpus: int) -> list[str]:
     """Returns the names of the first `num_gpus` CUDA devices; ValueError when there are fewer."""
     visible = count_cuda()
+    if not visible:
+        raise ValueError(
+            f"num_gpus={num_gpus} was requested, but no GPU is visible here. Pass devices=['cpu', 'cpu'] instead."
+        )
     if not 1 <= num_gpus <= visible:
         raise ValueError(
-            f"num_gpus={num_gpus} was requested, but {visible} CUDA devices are visible here, so "
-            f"{'1 to ' + str(visible) if visible else 'none'} are allowed. Ask for fewer, or pass "
-            "devices=['cpu', 'cpu']."
+            f"num_gpus={num_gpus} was requested, but {visible} CUDA devices are visible here, so 1 to {visible} are "
+            "allowed. Ask for fewer, or pass devices=['cpu', 'cpu']."
         )
     return [f"cuda:{i}" for i in range(num_gpus)]
 
@@ -78,6 +83,4 @@ def _not_visible(missing: list[int]) -> str:
 
 
 def _allowed(visible: int) -> str:
-    if visible == 0:
-        return "no CUDA device is allowed"
     return f"cuda:0 to cuda:{visible - 1} are allowed" if visible > 1 else "only cuda:0 is allowed"

@@ -144,6 +144,8 @@ class Worker:
         else:
             del result, kwargs
             gc.collect()  # what the failed job held must not be missing in the next one
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             self._answer(job_id, "run", caught)
 
     def _settle(self, job_id: str) -> None:

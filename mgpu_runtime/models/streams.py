@@ -80,6 +80,5 @@ def log_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     Shape is kept. Source: the official implementation's soft masks (a 0/1 mask gives the usual 0 / minus infinity).
     """
     lowest = torch.finfo(dtype).min
-    weights = mask.to(torch.float32)
-    bias = torch.where(weights > 0, torch.log(weights.clamp(min=torch.finfo(torch.float32).tiny)), lowest)
-    return bias.clamp(min=lowest).to(dtype)
+    # in place: a mask of all tokens against all is gigabytes
+    return mask.to(torch.float32, copy=True).log_().clamp_(min=lowest).to(dtype)

@@ -3,6 +3,7 @@
 Letters: W ranks.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -39,7 +40,10 @@ class SpreadGemma:
                 raise
             log.warning("Spread over several devices: %s It is loaded again on %s alone.", error, self.encoder.device)
         build_alone, self._build_alone = self._build_alone, None
-        del self.encoder  # its memory is needed
+        del self.encoder  # its memory is needed, and the hooks between its layers refer to each other
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         self.encoder = build_alone()
         return self.encoder.encode(prompts, max_length=max_length)
 

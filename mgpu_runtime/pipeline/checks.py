@@ -11,7 +11,7 @@ from ..sampling.guidance import check_all_guidance
 from ..tiling import TileCountConfig, parse_tiles
 from ..weights.facts import ModelFacts
 from .conditions import ImageCondition, ReferenceCondition
-from .jobs import Decode, Encode, EncodeAudio, EncodeVideo, Job, PredictLength, PromptContext, SPStage, TDPStage
+from .jobs import Decode, Encode, EncodeAudio, EncodeVideo, Job, PredictLength, SPStage, TDPStage
 from .plan import plan_sp_stage, plan_tdp_stage
 from .settings import LTXSettings
 from .tensors import check_audio_mask, check_video_latent
@@ -51,12 +51,21 @@ def check_components(
         raise ValueError("no text encoder is chosen: pick a Gemma folder or file under text_encoders in Load LTX MGPU")
     for component in needed_components(job, with_sound=with_sound, with_picture=with_picture):
         if component != "upsampler":
-            facts.require(component)
+            _require(component, facts)
         elif settings.upsampler is None:
             raise ValueError(
                 "upscale is on but no upsampler is chosen: pick one in Load LTX MGPU, or switch upscale off"
             )
     _check_encoders(job, facts)
+
+
+def _require(component: str, facts: ModelFacts) -> None:
+    try:
+        facts.require(component)
+    except ValueError as error:
+        if component != "duration_head":
+            raise
+        raise ValueError(f"{error} (Predict Length needs a duration head, and only LTX-2.5 has one.)") from error
 
 
 def _check_encoders(job: Job, facts: ModelFacts) -> None:
@@ -69,7 +78,7 @@ def _check_encoders(job: Job, facts: ModelFacts) -> None:
             raise ValueError(f"the {what} autoencoder's file holds no encoder: choose the file that has both parts")
 
 
-def check_plan(job: SPStage, facts: ModelFacts, negative: PromptContext | None) -> None:
+def check_plan(job: SPStage, facts: ModelFacts, *, has_negative: bool) -> None:
     """Checks that a stage's settings fit together, and that its guidance has what it needs at every noise level."""
     plan = plan_sp_stage(job, facts)
     check_all_guidance(
@@ -77,7 +86,7 @@ def check_plan(job: SPStage, facts: ModelFacts, negative: PromptContext | None) 
         plan.audio,
         plan.video_by_sigma,
         plan.audio_by_sigma,
-        has_negative=negative is not None,
+        has_negative=has_negative,
         num_layers=facts.num_layers,
     )
 
@@ -85,7 +94,10 @@ def check_plan(job: SPStage, facts: ModelFacts, negative: PromptContext | None) 
 def check_sound(job: SPStage, audio_latent: Tensor | None, audio_mask: Tensor | None) -> None:
     """Checks what a stage is given of its sound against what it does with it."""
     if job.sound == "keep" and audio_latent is None:
-        raise ValueError("audio_mode keep listens to a given sound, but there is no audio latent: connect one")
+        raise ValueError(
+            "audio_mode keep listens to a given sound, but there is no audio latent: connect Encode Audio (LTX MGPU) "
+            "to audio_latent"
+        )
     if job.sound == "none" and audio_latent is not None:
         raise ValueError("audio_mode none has no sound, but an audio latent is given: remove it, or choose keep")
     if audio_mask is not None:

@@ -16,7 +16,9 @@ from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_
 from ..parallel.limits import check_heads
 from ..sampling.sizes import pixel_frames
 from ..weights.facts import ModelFacts, describe
+from ..weights.keymaps import SLOTS
 from ..weights.lora_targets import LoRAReport, check_lora
+from ..weights.roles import check_roles
 from . import checks, tensors
 from .condition_checks import check_conditions
 from .conditions import Conditions
@@ -35,13 +37,14 @@ from .jobs import (
     TDPStage,
     to_record,
 )
-from .latents import check_waveform, fit_sound_to_clip, prepare_clip
+from .latents import check_sound_length, check_waveform, fit_sound_to_clip, prepare_clip
 from .settings import LTXSettings
 
 log = logging.getLogger("mgpu")
 
 RUNNER = "mgpu_runtime.pipeline.runner:LTXRunner"
 START_TIMEOUT = 300.0
+GROUP_TIMEOUT = 3600.0  # ranks wait for the first while it reads 40 GB from a slow disk; a dead one is noticed anyway
 POLL_SECONDS = 0.2
 
 
@@ -68,6 +71,7 @@ class LTXClient:
         """Reads file headers only and returns what the model is; raises ValueError where this fleet cannot run it."""
         settings = self.settings
         facts = describe(settings.checkpoint_files(), settings.upsampler, settings.text_encoder)
+        check_roles({slot: getattr(settings, slot) for slot in SLOTS.values()})
         num_workers = len(self.devices)
         check_heads(facts.num_heads, num_workers)
         check_heads(facts.audio_num_heads, num_workers)
@@ -143,7 +147,7 @@ class LTXClient:
         self.check_loras(job.loras)
         grid = tensors.check_video_latent(latent, facts, self.settings.sp_max_tokens)
         tensors.check_contexts(facts, latent.shape[0], positive, negative)
-        checks.check_plan(job, facts, negative)
+        checks.check_plan(job, facts, has_negative=negative is not None)
         has_sound = job.sound != "none"
         appended = check_conditions(
             conditions, facts, grid, has_sound=has_sound, max_tokens=self.settings.sp_max_tokens
@@ -234,6 +238,7 @@ class LTXClient:
         check_waveform(waveform)
         num_latents = 0
         job = EncodeAudio(rate, num_latents)  # checks the rate, which the fitting divides by
+        check_sound_length(num_frames / fps if num_frames else waveform.shape[-1] / rate)
         if num_frames:
             waveform, num_latents = fit_sound_to_clip(waveform, rate, num_frames, fps)
             job = replace(job, num_latents=num_latents)
@@ -280,7 +285,7 @@ class LTXClient:
         text = f"starting {len(devices)} worker{'s' if len(devices) > 1 else ''} on {', '.join(devices)}"
         log.info(text)
         watch.on_event(Event("log", "", 0, {"text": text}))
-        controller = MGPUController(RUNNER, devices=devices)
+        controller = MGPUController(RUNNER, devices=devices, group_timeout=GROUP_TIMEOUT)
         controller.start(timeout=START_TIMEOUT, should_stop=watch.should_stop, settings=asdict(self.settings))
         return controller
 

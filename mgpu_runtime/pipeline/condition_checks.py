@@ -74,7 +74,7 @@ def _check_pictures(name: str, condition: Condition, tensor: Tensor, facts: Mode
     if frame == 0 and condition.attention is not None:
         raise ValueError(
             f"{name} lies at frame 0, where it takes the place of the clip's own first frames, so an attention of "
-            f"{condition.attention:g} has no meaning: leave it open, or choose another frame"
+            f"{condition.attention:g} has no meaning: set attention to -1, or choose another frame"
         )
     return 0 if frame == 0 else piece[0] * piece[1] * piece[2]
 

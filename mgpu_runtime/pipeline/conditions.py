@@ -160,5 +160,5 @@ def _refuse_attention_at_start(condition: ImageCondition | LatentCondition, name
     if condition.frame == 0 and condition.attention is not None:
         raise ValueError(
             f"an attention of {condition.attention:g} has no meaning for {name} at frame 0, which takes the place of "
-            "the clip's own first frames: leave it open, or choose another frame"
+            "the clip's own first frames: set attention to -1, or choose another frame"
         )

@@ -1,5 +1,6 @@
 """Work of one rank or of each, without letting a failure drive the ranks apart."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ def on_first_rank(info: RankInfo, work: Callable[[], T]) -> T | None:
     if info.rank == 0:
         with failure, _all_cores():
             result = work()
+        failure.clean_up()
     if info.world_size > 1:
         told = [failure.text]
         dist.broadcast_object_list(told, src=0, group=info.group, device=info.device)
@@ -54,6 +56,7 @@ def on_every_rank(info: RankInfo, work: Callable[[], T]) -> list[T]:
     result, failure = None, _Failure(info)
     with failure:
         result = work()
+    failure.clean_up()
     answers: list[tuple[T | None, str | None]] = [(result, failure.text)]
     if info.world_size > 1:
         answers = answers * info.world_size
@@ -84,7 +87,7 @@ class _Failure:
 
     def __init__(self, info: RankInfo) -> None:
         self.text: str | None = None
-        self._rank = info.rank
+        self._device = info.device
 
     def __enter__(self) -> None:
         pass
@@ -93,9 +96,15 @@ class _Failure:
         if not isinstance(error, Exception):
             return False
         if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-            self.text = f"GPU {self._rank} is out of memory: {error}. Choose a lower precision or a smaller clip."
+            self.text = f"{self._device} is out of memory: {error}. Choose a lower precision or a smaller clip."
         else:
             is_sentence = isinstance(error, ValueError | RunnerError)
             self.text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
         return True
+
+    def clean_up(self) -> None:
+        """Frees what failed work held; inside the block its traceback would still hold it."""
+        if self.text is not None:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ UPSCALE_MODES = ("tdp", "sp")
 TEXT_MODES = ("auto", "first", "sharded", "replicated")
 MAX_SEED = 2**64 - 1
 MAX_LORA_STRENGTH = 100.0
-MAX_RATE = 10**7  # samples per second
+MIN_RATE, MAX_RATE = 1000, 10**7  # samples per second; less is no sound, and grows by 16 in the encoder
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ class EncodeAudio:
 
     def __post_init__(self) -> None:
         settle(self, rate=whole, num_latents=whole)
-        if not 1 <= self.rate <= MAX_RATE:
-            raise ValueError(f"the sound's rate must be 1 to {MAX_RATE} samples per second, got {self.rate}")
+        if not MIN_RATE <= self.rate <= MAX_RATE:
+            raise ValueError(f"the sound's rate must be {MIN_RATE} to {MAX_RATE} samples per second, got {self.rate}")
         if self.num_latents < 0:
             raise ValueError(f"num_latents must be 0 or more, got {self.num_latents}")
 

@@ -15,6 +15,7 @@ from .images import check_pictures, prepare
 
 log = logging.getLogger("mgpu")
 
+MAX_SOUND_SECONDS = 120  # several times the longest clip that the models were made for
 _ONE_LATENT = 1 / AUDIO_LATENTS_PER_SECOND  # seconds
 
 
@@ -50,6 +51,15 @@ def check_waveform(waveform: Tensor) -> None:
         raise ValueError(f"the sound is empty: {tuple(waveform.shape)} (clips, channels, samples)")
     if not torch.isfinite(waveform).all():
         raise ValueError("the sound holds values that are not finite: load it again")
+
+
+def check_sound_length(seconds: float) -> None:
+    """Raises ValueError for sound that is longer than any clip: the encoder's memory grows with it."""
+    if seconds > MAX_SOUND_SECONDS:
+        raise ValueError(
+            f"{seconds:.0f} s of sound are to be encoded, the limit is {MAX_SOUND_SECONDS} s: cut the sound, or fit it "
+            "to the clip (frames and fps, or video_latent, of Encode Audio)"
+        )
 
 
 def fit_sound(waveform: Tensor, num_samples: int) -> Tensor:

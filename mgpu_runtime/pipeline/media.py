@@ -48,6 +48,7 @@ def write_mp4(path: Path, clip: Decoded, fps: float) -> None:
             waveform = clip.waveform[0, :, :num_samples].contiguous().float()
             frame = av.AudioFrame.from_ndarray(waveform.numpy(), format="fltp", layout="stereo")
             frame.sample_rate = clip.sample_rate
+            frame.pts = 0  # else the encoder's lead-in of 1024 samples delays the sound
             container.mux(sound.encode(frame))
             container.mux(sound.encode(None))
 

@@ -18,13 +18,16 @@ from ..parallel.tiled_data_parallel import TiledDataParallelModelWrapper
 from ..tiling import Grid, TileCountConfig, TilePlace
 from ..weights.facts import ModelFacts
 from ..weights.keymaps import COMPONENTS
+from ..weights.quantized import FLOATS
 from ..weights.registry import StateDictRegistry
 from ..weights.vae_configs import mel_layout
+from .first_rank import on_every_rank
 from .jobs import Encode, LoRASpec, PromptContext
 from .loras import LoRASwitch, Say
 from .settings import WEIGHTS_IN_FP8, LTXSettings
 from .text_models import TextModels
 
+ROOM_BYTES = 4 << 30  # kept for the clip itself beside the transformer
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BUILDERS: dict[str, type[ComponentBuilder]] = {
     builder.component: builder
@@ -87,6 +90,25 @@ class LTXModels:
     def video_vae(self) -> video_vae.VideoVAE:
         """The video autoencoder."""
         return self._component("video_vae", self._wide_dtype)
+
+    def make_room(self) -> None:
+        """Releases the text encoder where the transformer would not fit beside it; collective, before a stage.
+
+        A spread text encoder lies on the GPUs of all ranks, so all are asked.
+        """
+        if not all(on_every_rank(self.info, self._transformer_fits)):
+            self.text.release()
+
+    def _transformer_fits(self) -> bool:
+        if self.info.device.type != "cuda" or "transformer" in self._modules:
+            return True
+        file = self.registry.checkpoint(self.settings.checkpoint_files())
+        entries = [file.entry("transformer", target) for target in file.component("transformer")]
+        width = 1 if self.settings.precision == WEIGHTS_IN_FP8 else self.dtype.itemsize
+        # floats are converted, quantised weights stay as they are
+        needed = sum(entry.numel * width if entry.dtype in FLOATS else entry.end - entry.start for entry in entries)
+        torch.cuda.empty_cache()
+        return needed + ROOM_BYTES < torch.cuda.mem_get_info(self.info.device)[0]
 
     def use_loras(self, specs: tuple[LoRASpec, ...], say: Say = _say_nothing) -> None:
         """Gives the transformer these LoRAs and no others; collective, to be called before it is used.

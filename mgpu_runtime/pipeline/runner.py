@@ -34,6 +34,7 @@ class LTXRunner(MGPURunner):
 
     def setup(self, *, settings: dict[str, Any]) -> None:
         """Prepares the rank; reads file headers only."""
+        torch.backends.cudnn.allow_tf32 = False  # float32 is asked for where rounding would be heard: the vocoder
         self.settings = LTXSettings(**settings)
         facts = describe(self.settings.checkpoint_files(), self.settings.upsampler, self.settings.text_encoder)
         self.models = LTXModels(self.settings, facts, self.info)

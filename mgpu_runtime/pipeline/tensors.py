@@ -44,12 +44,24 @@ def fit_audio(latent: Tensor, facts: ModelFacts, video: Tensor, fps: float) -> T
     One frame off is trimmed or repeated with a warning; more is refused.
     """
     check_audio_latent(latent, facts)
+    check_audio_length(latent.shape[2], video.shape[2], fps, facts)
     return fit_audio_latent(latent, num_audio_frames(video.shape[2], fps, facts), video.shape[0])
 
 
 def num_audio_frames(latent_frames: int, fps: float, facts: ModelFacts) -> int:
     """Returns the audio latent frames of a clip of so many video latent frames."""
     return audio_latent_frames(pixel_frames(latent_frames, facts.scale_factors[0]), fps)
+
+
+def check_audio_length(length: int, latent_frames: int, fps: float, facts: ModelFacts) -> None:
+    """Checks that a sound of so many latents is as long as a clip of so many latent frames; one off is near enough."""
+    needed = num_audio_frames(latent_frames, fps, facts)
+    if abs(length - needed) > 1:
+        raise ValueError(
+            f"the audio latent has {length} frames ({facts.audio_latent_rate:g} a second), but this clip of {fps:g} "
+            f"fps needs {needed}: connect the clip's latent to video_latent of Encode Audio (or set its frames and "
+            "fps), and give every stage the same fps"
+        )
 
 
 def check_noise_mask(mask: Tensor, latent: Tensor) -> None:

@@ -9,12 +9,10 @@ from typing import Any
 from .checkpoint import CheckpointFile
 from .header import TensorEntry
 from .inferred import READERS
-from .keymaps import COMPONENTS, SLOTS
+from .keymaps import COMPONENTS, SLOTS, part_of
 
 Path = str | os.PathLike
 Paths = Path | Sequence[Path]
-
-_PROJECTION = "text projection"  # the part of the connectors that may be in a file of its own
 
 
 def as_paths(paths: Paths) -> tuple[Path, ...]:
@@ -106,7 +104,7 @@ class Checkpoint:
 
     def file_of(self, component: str, target: str) -> CheckpointFile:
         """Returns the file that a tensor is taken from."""
-        return self._origins[_part(component, target)]
+        return self._origins[part_of(component, target)]
 
     def supplier(self, component: str) -> CheckpointFile:
         """Returns the file a component is taken from; the first file where none holds it."""
@@ -129,14 +127,19 @@ class Checkpoint:
         path = self.supplier(component).path
         raise ValueError(f"{path} has no {name!r} section in its config. {_contents(self.files)}")
 
+    @property
+    def unused(self) -> tuple[CheckpointFile, ...]:
+        """The files beside the first that nothing is taken from; text encoders are exempt."""
+        used = self._origins.values()
+        return tuple(file for file in self.files[1:] if file not in used and not file.is_text_encoder)
+
     def check_files(self) -> None:
         """Raises ValueError for a file that was chosen for a part and is used for none; text encoders are exempt."""
-        for file in self.files[1:]:
-            if file not in self._origins.values() and not file.is_text_encoder:
-                raise ValueError(
-                    f"{file.path} was chosen beside {self.files[0].path}, but nothing of it is used: it is or has "
-                    f"{file.contents}. Choose a file with a part of LTX-2 there, or none."
-                )
+        for file in self.unused:
+            raise ValueError(
+                f"{file.path} was chosen beside {self.files[0].path}, but nothing of it is used: it is or has "
+                f"{file.contents}. Choose a file with a part of LTX-2 there, or none."
+            )
 
     def warn(self, message: str) -> None:
         """Logs a warning about this model, each only once however often the files are looked at."""
@@ -217,18 +220,13 @@ class Checkpoint:
         for file in self.files:
             for component, names in file.components.items():
                 for target, source in names.items():
-                    if self._origins[_part(component, target)] is file:
+                    if self._origins[part_of(component, target)] is file:
                         found.setdefault(component, {})[target] = source
         return found
 
 
-def _part(component: str, target: str) -> str:
-    """Names what comes from one file as a whole: a component, but the connectors are two parts."""
-    return _PROJECTION if component == "connectors" and "text_proj_in" in target else component
-
-
 def _parts(file: CheckpointFile) -> set[str]:
-    return {_part(component, target) for component, names in file.components.items() for target in names}
+    return {part_of(component, target) for component, names in file.components.items() for target in names}
 
 
 def _most_specific(part: str, holders: Iterable[tuple[CheckpointFile, set[str]]]) -> CheckpointFile:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .header import ContentKey, TensorEntry, content_key, first_names, metadata_object, read_header
-from .keymaps import COMPONENTS, SLOTS, TRANSFORMER_PREFIX, Naming, map_key, read_naming
+from .keymaps import COMPONENTS, SLOTS, TRANSFORMER_PREFIX, Naming, map_key, part_title, read_naming
 
 log = logging.getLogger("mgpu")
 
@@ -101,12 +101,15 @@ class CheckpointFile:
     @cached_property
     def is_text_encoder(self) -> bool:
         """Tells a language model's file, which may hold the text projection beside it; a whole model may hold one."""
-        return "transformer" not in self.components and any(".self_attn.q_proj." in name for name in self.keys)
+        if "transformer" in self.components or any(name.startswith(TRANSFORMER_PREFIX) for name in self.unclaimed):
+            return False  # the latter is another whole model
+        return any(".self_attn.q_proj." in name for name in self.keys)
 
     @property
     def contents(self) -> str:
         """Names the components in the file, for sentences."""
-        titles = [COMPONENTS[name] for name in COMPONENTS if name in self.components]
+        found = self.components
+        titles = [part_title(name, found[name]) for name in COMPONENTS if name in found]
         return ", ".join(titles) or self.kind or "nothing of LTX-2"
 
     @cached_property

@@ -129,7 +129,13 @@ def describe(
 def _describe(
     checkpoint_keys: tuple[ContentKey, ...], upsampler_key: ContentKey | None, text_encoder: TextEncoderFacts | None
 ) -> ModelFacts:
-    file = _open(checkpoint_keys)
+    return describe_checkpoint(_open(checkpoint_keys), upsampler_key and upsampler_key[0], text_encoder)
+
+
+def describe_checkpoint(
+    file: Checkpoint, upsampler_path: str | None = None, text_encoder: TextEncoderFacts | None = None
+) -> ModelFacts:
+    """Returns what a checkpoint that was read already is, as describe does."""
     shapes = file.shapes("transformer")
     file.check_files()
     values = transformer_values(file)
@@ -161,7 +167,7 @@ def _describe(
         text_hidden_size=hidden_size,
         text_num_states=num_states,
         decode_min_cells=decode_min_cells(file),
-        upsample_scale=None if upsampler_key is None else _upsample_scale(upsampler_key[0], values["in_channels"]),
+        upsample_scale=None if upsampler_path is None else _upsample_scale(upsampler_path, values["in_channels"]),
         text_encoder=text_encoder,
         gemma_version=expected_gemma_version(file),
         has_video_encoder=_ENCODER in file.components.get("video_vae", {}),

@@ -29,6 +29,7 @@ SLOTS = {
     "duration_head": "duration_head",
 }
 
+TEXT_PROJECTION = "text projection"  # the part of the connectors that may be in a file of its own
 TRANSFORMER_PREFIX = "model.diffusion_model."
 
 _INNER_PREFIXES = (TRANSFORMER_PREFIX, "diffusion_model.", "transformer.")  # what may stand before a known root
@@ -144,6 +145,17 @@ def map_key(name: str, naming: Naming | None = None) -> tuple[str | None, str | 
     return component, _RULES[component](rest)
 
 
+def part_of(component: str, target: str) -> str:
+    """Names what comes from one file as a whole: a component, but the connectors are two parts."""
+    return TEXT_PROJECTION if component == "connectors" and "text_proj_in" in target else component
+
+
+def part_title(component: str, targets: Iterable[str]) -> str:
+    """Says how a sentence calls what a file holds of a component."""
+    parts = {part_of(component, target) for target in targets}
+    return TEXT_PROJECTION if parts == {TEXT_PROJECTION} else COMPONENTS[component]
+
+
 def _count_encoder_levels(names: Iterable[str]) -> int:
     """Counts the downsamplers of the video encoder: the odd blocks, which always have tensors."""
     blocks = (re.match(r"(?:vae\.)?encoder\.down_blocks\.(\d*[13579])\.", name) for name in names)
@@ -165,7 +177,7 @@ def _split(name: str, naming: Naming) -> tuple[str | None, str]:
         component, rest = _inner(name.removeprefix(prefix)) if name.startswith(prefix) else (None, name)
         if component is not None:
             return component, rest
-    if name.startswith(TRANSFORMER_PREFIX):
+    if name.startswith(TRANSFORMER_PREFIX) and naming.has_transformer:
         return "transformer", name.removeprefix(TRANSFORMER_PREFIX)  # an unknown part of it, to be reported as such
     component, rest = _inner(name)
     return (component, rest) if component is not None else _outer(name, naming)

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .header import ContentKey, content_key, first_names, metadata_object, read_header
+from .checkpoint import CheckpointFile
+from .header import ContentKey, content_key, metadata_object, read_header
 from .lora_names import bare_module, other_kind, split_key
 from .mapping import read_tensors
 
@@ -121,11 +122,10 @@ class LoRAFile:
                     "with one of them."
                 )
             parts[named[1]] = key
-        if not found:
-            first = first_names(map(repr, self.keys), 2)
+        if all(parts.keys() == {"alpha"} for parts in found.values()):  # other models have alphas too
             raise ValueError(
-                f"{self.path} is not a LoRA: none of its {len(self.keys)} tensors is half of a pair (the first are "
-                f"{first}). Choose a LoRA file."
+                f"{self.path} is not a LoRA: none of its {len(self.keys)} tensors is half of a pair. It is "
+                f"{_what_else(self.path)}. Choose a file of models/loras."
             )
         return {module: self._pair(module, parts) for module, parts in found.items()}, tuple(leftover)
 
@@ -193,3 +193,11 @@ class LoRAFile:
                 f"{self.path} is damaged: its metadata {ADAPTER_METADATA!r} is unreadable: {error}."
             ) from error
         return entries
+
+
+def _what_else(path: str) -> str:
+    """Says what a file is that is no LoRA."""
+    file = CheckpointFile(path)
+    if file.kind is not None or not file.components:
+        return file.contents
+    return f"{'an LTX-2 model' if 'transformer' in file.components else 'a part of LTX-2'}: {file.contents}"

@@ -43,8 +43,16 @@ _OTHER_KINDS = {
     r"\.b?oft_\w+(\.weight)?": "an OFT",
     r"\.(diff|diff_b|set_weight|w_norm|b_norm)": "a file of whole weight differences",
     r"\.(lora_mid(\.weight)?|lora_[AB](\.\w+)?\.bias|lora_embedding_[AB](\.\w+)*)": "a LoRA with parts beside A and B",
-    r".*(\.scale_weight|weight_scale)": "a LoRA in scaled 8-bit numbers",
+    r"\.lora[._].*(\.scale_weight|weight_scale)": "a LoRA in scaled 8-bit numbers",
 }
+
+# The roots of LTX-2's modules by its own names and by diffusers', dotted or flattened.
+_OF_LTX_2 = re.compile(
+    r"transformer_blocks[._]\d+[._]((audio_)?(attn[12]|ff)|audio_to_video_attn|video_to_audio_attn)[._]"
+    r"|(video|audio)(_embeddings)?_connector[._]|text_embedding_projection[._]|((video|audio)_)?text_proj_in"
+    r"|(audio_)?(patchify_proj|proj_in|proj_out|caption_projection|adaln_single|time_embed|prompt_adaln)"
+    r"|av_(ca|cross_attn)_"
+)
 
 
 def split_key(key: str) -> tuple[str, Part] | None:
@@ -65,6 +73,11 @@ def bare_module(name: str) -> str:
     """Strips every known prefix from a dotted module path."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
     return name if prefix is None else bare_module(name.removeprefix(prefix))
+
+
+def is_of_ltx_2(module: str) -> bool:
+    """Tells whether a module's name, without prefix, is one of LTX-2's; some of its names other models have too."""
+    return any(_OF_LTX_2.match(reading) for reading in flat_readings(module))
 
 
 def flatten(module: str) -> str:
