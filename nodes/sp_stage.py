@@ -191,7 +191,7 @@ def _later_inputs() -> list[io.Input]:
             max=1024,
             optional=True,
             tooltip="Guidance runs up to four passes a step; this is how many go through the model at once. 1 needs "
-            "the least memory, 0 sets no limit. The clip is the same.",
+            "the least memory, 0 sets no limit. The clip is the same up to rounding.",
         ),
         io.Combo.Input(
             "audio_mode",

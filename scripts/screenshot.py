@@ -21,8 +21,8 @@ WORKFLOW = ROOT / "workflows" / "ltx_mgpu_two_stage_t2v.json"
 PICTURE = ROOT / "docs" / "images" / "graph.png"
 
 # The README's picture: the canvas at full size, without the bars around it.
-_VIEW = {"width": 2300, "height": 1100}
-_CLIP = {"x": 60, "y": 140, "width": 2170, "height": 800}
+_VIEW = {"width": 2300, "height": 1250}
+_CLIP = {"x": 60, "y": 140, "width": 2170, "height": 950}
 _CLEAN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,

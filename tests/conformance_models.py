@@ -8,9 +8,9 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryP
 
 from mgpu_runtime.models import audio_vae, connectors, mel, upsampler, vocoder
 from mgpu_runtime.models.lora import LoRAFuser, read_deltas
+from mgpu_runtime.weights.audio_configs import MelLayout
 from mgpu_runtime.weights.lora import LoRAFile
 from mgpu_runtime.weights.lora_targets import lora_targets, match_lora
-from mgpu_runtime.weights.vae_configs import MelLayout
 from tests.conformance_bench import Bench, Triple
 from tests.goldens import Case
 

@@ -302,9 +302,9 @@ def check_the_last_handle_ends_the_fleet_after_a_while() -> None:
             ended.append(self.settings.devices)
 
     handle.GRACE_SECONDS, handle.LTXClient = 1.0, Quick
-    handle.os = types.SimpleNamespace(path=types.SimpleNamespace(getsize=lambda path: 0))
     settings = LTXSettings("/m/a", devices="cpu:1")
     one, same = handle.open_handle(settings), handle.open_handle(settings)
+    assert one.guard is same.guard  # two entries in ComfyUI's list would drive their one fleet out of the GPU
     del one
     _settle()
     assert not ended  # its twin still needs the fleet

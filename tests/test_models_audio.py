@@ -16,10 +16,10 @@ from mgpu_runtime.models.vocoder import build_vocoder, sample_rate, synthesize
 from mgpu_runtime.pipeline.jobs import EncodeAudio
 from mgpu_runtime.pipeline.latents import check_waveform, fit_sound, fit_sound_to_clip
 from mgpu_runtime.sampling.sizes import audio_latent_frames
+from mgpu_runtime.weights.audio_configs import MelLayout, mel_layout
 from mgpu_runtime.weights.bundle import Checkpoint
 from mgpu_runtime.weights.checkpoint import CheckpointFile
 from mgpu_runtime.weights.registry import StateDictRegistry
-from mgpu_runtime.weights.vae_configs import MelLayout, mel_layout
 from tests.goldens import golden, read_case, relative_error
 from tests.weights_files import TINY_20, TOY_23, changed_copy
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,11 +92,20 @@ def test_defaults_follow_the_version():
         ({"skip_step": -1}, "skip_step"),
         ({"stg": 1.0}, "at least one block"),
         ({"stg_blocks": (-1,)}, "start at 0"),
+        *[({name: value}, name) for name in ("cfg", "stg", "rescale", "modality") for value in ("2", None, True, 1j)],
+        ({"cfg": 10**400}, "cfg"),
+        *[({"stg_blocks": value}, "stg_blocks") for value in (1, None, "1", ("1",), (1.5,), (None,), (True,))],
+        *[({"skip_step": value}, "skip_step") for value in (None, 1.5, True, "1")],
     ],
 )
 def test_bad_guidance_is_refused(values, words):
     with pytest.raises(ValueError, match=words):
         GuiderParams(**values)
+
+
+def test_guidance_takes_the_numbers_of_other_libraries():
+    given = GuiderParams(cfg=np.float32(2.5), stg=1, stg_blocks=np.array([1, 2]), skip_step=np.int64(1))
+    assert repr(given) == repr(GuiderParams(cfg=2.5, stg=1.0, stg_blocks=(1, 2), skip_step=1))
 
 
 def test_missing_negative_and_unknown_blocks_are_refused():

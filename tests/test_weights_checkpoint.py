@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mgpu_runtime.weights.audio_configs import audio_vae_kwargs, vocoder_kwargs
 from mgpu_runtime.weights.bundle import read_checkpoint
 from mgpu_runtime.weights.checkpoint import CheckpointFile
 from mgpu_runtime.weights.configs import transformer_kwargs, transformer_values
 from mgpu_runtime.weights.header import read_header
 from mgpu_runtime.weights.keymaps import map_key
-from mgpu_runtime.weights.vae_configs import audio_vae_kwargs, video_vae_kwargs, vocoder_kwargs
+from mgpu_runtime.weights.vae_configs import video_vae_kwargs
 from tests.weights_files import (
     TINY_20,
     TINY_23,

@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -23,6 +27,7 @@ from tests.weights_files import (
     published,
     published_layout,
     read_all,
+    split,
     write_gemma,
     write_header,
 )
@@ -213,6 +218,117 @@ def test_tensors_of_a_wrong_dtype_are_refused_before_anything_loads(tmp_path: Pa
     with pytest.raises(ValueError) as error:
         describe(path)
     assert str(path) in str(error.value) and dtype in str(error.value) and "\n" not in str(error.value)
+
+
+def test_f7_a_video_autoencoder_of_another_width_is_refused(tmp_path: Path) -> None:
+    small = split(TINY_23, tmp_path)["video_vae"]
+    with pytest.raises(ValueError, match="makes latents of 16 channels, the transformer .* takes 128") as error:
+        describe((TOY_23, small))
+    assert str(small) in str(error.value) and str(TOY_23) in str(error.value)
+    assert describe((TINY_23, small)).video_channels == 16
+
+
+_WRONG = ("x", "1", 0, -1, 1.5, 10**400, float("nan"), None, True, [], [[]], [None], ["res_x"], {}, {"a": 1})
+_PARTS = ("transformer", "connectors", "video_vae", "audio_vae", "vocoder")
+
+
+@pytest.mark.parametrize("version", ["20", "23", "25"])
+def test_f8_wrong_values_in_the_config_give_facts_or_one_sentence(
+    tmp_path: Path, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every value of every section becomes a value of another kind, one at a time."""
+    caplog.set_level(logging.ERROR, logger="mgpu")
+    broken = tmp_path / "x.safetensors"
+    shapes, config = _only_header(version)
+    num_refused = 0
+    for (holder, key), value in zip(list(_places(config)), cycle(_WRONG), strict=False):
+        kept, holder[key] = holder[key], value
+        write_header(broken, shapes, {"config": json.dumps(config), "model_version": "2.3.0"})
+        holder[key] = kept
+        try:
+            facts = describe(broken)
+            for part in _PARTS:
+                if part in facts.components:
+                    facts.require(part)
+        except ValueError as error:
+            num_refused += 1
+            assert str(broken) in str(error) and "\n" not in str(error), (key, value)
+    assert num_refused > 50
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        (
+            "transformer",
+            {"caption_channels": 0},
+            "'transformer' does not fit: caption_channels is 0, where a whole num",
+        ),
+        ("transformer", {"num_layers": True}, "num_layers is True"),
+        ("transformer", {"positional_embedding_max_pos": [1, 2]}, r"a list of the form \[20, 2048, 2048\] is needed"),
+        ("audio_vae", {"model": {"params": 7}}, "'audio_vae.model' does not fit: params is 7, where a group of keys"),
+        ("audio_vae", {"preprocessing": {"stft": {"hop_length": "x"}}}, "hop_length is 'x'"),
+        ("vae", {"decoder_blocks": [["res_x"]]}, "'vae.decoder_blocks' does not fit: a block is \\['res_x'\\]"),
+        ("vae", {"decoder_blocks": 3}, "'vae.decoder_blocks' does not fit: it is 3"),
+    ],
+)
+def test_f8_sentences_name_section_key_and_what_is_needed(
+    tmp_path: Path, section: str, changes: dict[str, Any], words: str
+) -> None:
+    path = changed_copy(TINY_23, tmp_path / "x.safetensors", **{section: changes})
+    with pytest.raises(ValueError, match=words) as error:
+        describe(path)
+    assert str(path) in str(error.value) and "damaged or needs a newer version" in str(error.value)
+
+
+def test_f8_shapes_without_heads_are_of_no_published_model(tmp_path: Path) -> None:
+    """A narrow transformer without config and connectors: its connectors would have no head."""
+    tensors, _ = read_all(TINY_23)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if "_connector" not in name}
+    path = write_header(tmp_path / "x.safetensors", shapes)
+    with pytest.raises(ValueError, match="no published LTX-2 model: a transformer 64 wide"):
+        describe(path)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 0), (3,), (1, 2, 3)])
+def test_f8_shapes_that_are_no_matrix_are_of_no_published_model(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    shapes, _ = published_layout("23")
+    path = write_header(tmp_path / "x.safetensors", {**shapes, "model.diffusion_model.patchify_proj.weight": shape})
+    with pytest.raises(ValueError, match="no published LTX-2 model: a tensor proj_in.weight of shape"):
+        describe(path)
+
+
+def _only_header(version: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """Returns shapes and config of a small model; 2.5's has the diffusion decoder in its config."""
+    tensors, metadata = read_all(TINY_20 if version == "20" else TINY_23)
+    config = json.loads(metadata["config"])
+    config.pop("scheduler")
+    if version == "25":
+        vae = config["vae"]
+        encoder = {"blocks": vae["encoder_blocks"], "out_channels": 16, "patch_size": 4, "in_channels": 3}
+        decoder = {
+            "in_channels": 16,
+            "out_channels": 3,
+            "patch_size": 4,
+            "stage_channels": [64, 32, 16],
+            "stage_depths": [1, 1, 1],
+            "stage_kernels": [[3, 7, 7], [3, 5, 5]],
+            "upsamples": [[[1, 2, 2], 2], [[2, 2, 2], 2]],
+            "stage5_kernel": [3, 3, 3],
+            "head_dim": 16,
+            "t_emb_dim": 8,
+        }
+        config = {"transformer": config["transformer"], "vae": {"encoder": encoder, "decoder": decoder}}
+        config["vae"]["_class_name"] = "CausalDiffusionVAE"
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each container inside a config with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
 
 
 def test_a_diffusion_decoder_is_refused_only_where_it_is_needed(tmp_path: Path) -> None:

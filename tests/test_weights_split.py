@@ -15,13 +15,14 @@ from mgpu_runtime.models.video_vae import VideoVAEBuilder
 from mgpu_runtime.models.vocoder import VocoderBuilder
 from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.settings import LTXSettings
+from mgpu_runtime.weights.audio_configs import audio_vae_kwargs, vocoder_kwargs
 from mgpu_runtime.weights.bundle import Checkpoint, read_checkpoint
 from mgpu_runtime.weights.checkpoint import CheckpointFile
 from mgpu_runtime.weights.configs import connectors_kwargs, transformer_kwargs
 from mgpu_runtime.weights.facts import describe
 from mgpu_runtime.weights.keymaps import COMPONENTS
 from mgpu_runtime.weights.registry import StateDictRegistry
-from mgpu_runtime.weights.vae_configs import audio_vae_kwargs, upsampler_kwargs, video_vae_kwargs, vocoder_kwargs
+from mgpu_runtime.weights.vae_configs import upsampler_kwargs, video_vae_kwargs
 from tests.weights_files import (
     GEMMA,
     TINY_20,

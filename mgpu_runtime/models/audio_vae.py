@@ -6,9 +6,9 @@ import torch
 from diffusers import AutoencoderKLLTX2Audio
 from torch import Tensor
 
+from ..weights.audio_configs import audio_vae_kwargs
 from ..weights.bundle import Checkpoint
 from ..weights.registry import StateDictRegistry
-from ..weights.vae_configs import audio_vae_kwargs
 from .builder import ComponentBuilder
 from .loading import WeightTracker
 from .stored import compute_dtype

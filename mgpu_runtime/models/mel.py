@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.audio_utils import mel_filter_bank
 
-from ..weights.vae_configs import MelLayout
+from ..weights.audio_configs import MelLayout
 from .resample import resample
 
 FLOOR = 1e-5  # silence: the logarithm of less would run away

@@ -6,9 +6,9 @@ import torch
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE, UpSample1d
 from torch import Tensor
 
+from ..weights.audio_configs import has_bandwidth_extension, vocoder_kwargs
 from ..weights.bundle import Checkpoint
 from ..weights.registry import StateDictRegistry
-from ..weights.vae_configs import has_bandwidth_extension, vocoder_kwargs
 from .builder import ComponentBuilder
 from .loading import WeightTracker
 

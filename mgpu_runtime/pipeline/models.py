@@ -16,11 +16,11 @@ from ..parallel.attention_manager import AttentionManager
 from ..parallel.sequence_parallel import SequenceParallelModelWrapper
 from ..parallel.tiled_data_parallel import TiledDataParallelModelWrapper
 from ..tiling import Grid, TileCountConfig, TilePlace
+from ..weights.audio_configs import mel_layout
 from ..weights.facts import ModelFacts
 from ..weights.keymaps import COMPONENTS
 from ..weights.quantized import FLOATS
 from ..weights.registry import StateDictRegistry
-from ..weights.vae_configs import mel_layout
 from .first_rank import on_every_rank
 from .jobs import Encode, LoRASpec, PromptContext
 from .loras import LoRASwitch, Say

@@ -7,6 +7,7 @@ self-attention bypassed in some blocks: STG), isolated (the prompt, with video a
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -35,10 +36,15 @@ class GuiderParams:
     skip_step: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stg_blocks", tuple(self.stg_blocks))  # a list after its way between processes
         for name in ("cfg", "stg", "rescale", "modality"):
+            object.__setattr__(self, name, _number(getattr(self, name), name))
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"Guidance value {name} must be a finite number, got {getattr(self, name)}.")
+        object.__setattr__(self, "skip_step", _whole(self.skip_step, "skip_step"))
+        if isinstance(self.stg_blocks, str) or not isinstance(self.stg_blocks, Iterable):
+            raise ValueError(f"Guidance stg_blocks must be a list of block numbers, got {self.stg_blocks!r}.")
+        # a list after its way between processes
+        object.__setattr__(self, "stg_blocks", tuple(_whole(block, "stg_blocks entry") for block in self.stg_blocks))
         if not 0.0 <= self.rescale <= 1.0:
             raise ValueError(f"Guidance rescale must be from 0 to 1, got {self.rescale}.")
         if self.skip_step < 0:
@@ -66,6 +72,23 @@ class GuiderParams:
     def is_due(self, step: int) -> bool:
         """Whether this stream is evaluated at a step (0-based), or reuses its last prediction."""
         return step % (self.skip_step + 1) == 0
+
+
+def _number(value: Any, name: str) -> float:
+    """Reads a number of any library; raises ValueError with the field's name for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"Guidance value {name} must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _whole(value: Any, name: str) -> int:
+    """Reads a whole number of any library; raises ValueError with the field's name for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"Guidance {name} must be a whole number, got {value!r}.")
+    return int(value)
 
 
 NEUTRAL = GuiderParams()

@@ -1,6 +1,6 @@
 """Turns the `config` of a checkpoint into constructor arguments of the `diffusers` transformer and text connectors.
 
-Architecture comes from the config alone, never from `model_version`. The autoencoders are in vae_configs.
+Architecture comes from the config alone, never from `model_version`. The autoencoders: vae_configs and audio_configs.
 """
 
 from collections.abc import Mapping
@@ -8,8 +8,7 @@ from typing import Any
 
 from .bundle import Checkpoint
 from .inferred import SECOND_EXTRACTOR
-
-Section = Mapping[str, Any]
+from .sections import Section, filled
 
 # Keys that describe training or bookkeeping and change nothing here; the official code ignores them too.
 BOOKKEEPING = {
@@ -48,7 +47,7 @@ _CONSTANTS = {
     "use_middle_indices_grid": True,
 }
 
-# Key -> value when absent.
+# Key -> value when absent, which also says of what kind it must be, see sections.filled.
 _TRANSFORMER_DEFAULTS = {
     "num_layers": 48,
     "num_attention_heads": 32,
@@ -71,10 +70,10 @@ _TRANSFORMER_DEFAULTS = {
     "rope_type": "split",
     "frequencies_precision": "float32",
     "positional_embedding_theta": 10000.0,
-    "positional_embedding_max_pos": [20, 2048, 2048],
+    "positional_embedding_max_pos": (20, 2048, 2048),
     "audio_positional_embedding_max_pos": [20],
-    "timestep_scale_multiplier": 1000,
-    "av_ca_timestep_scale_multiplier": 1,
+    "timestep_scale_multiplier": 1000.0,
+    "av_ca_timestep_scale_multiplier": 1.0,
     "norm_eps": 1e-6,
 }
 
@@ -107,9 +106,8 @@ def transformer_values(file: Checkpoint) -> dict[str, Any]:
     }
     warn_unknown(file, "transformer", section, known)
     require(section, _CONSTANTS, f"{file.path}: transformer")
-    values = {**_TRANSFORMER_DEFAULTS, **_CONNECTOR_DEFAULTS, **section}
-    for key, source in _AUDIO_CONNECTOR_KEYS.items():
-        values.setdefault(key, values[source])
+    values = filled(file, "transformer", section, {**_TRANSFORMER_DEFAULTS, **_CONNECTOR_DEFAULTS})
+    values |= filled(file, "transformer", section, {key: values[name] for key, name in _AUDIO_CONNECTOR_KEYS.items()})
     values["uses_second_extractor"] = _uses_second_extractor(section, file.path)
     _check_widths(values, file.path)
     return values
@@ -247,9 +245,4 @@ def _check_widths(values: Section, path: str) -> None:
         raise ValueError(
             f"{path}: audio_cross_attention_dim is {values['audio_cross_attention_dim']}, but the audio stream is "
             f"{audio_width} wide; LTX-2 needs them equal."
-        )
-    if len(values["positional_embedding_max_pos"]) != 3:
-        raise ValueError(
-            f"{path}: positional_embedding_max_pos is {values['positional_embedding_max_pos']}, "
-            "but three numbers are needed (seconds, height, width)."
         )

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from .bundle import Checkpoint
-from .configs import Section, require, warn_unknown
+from .configs import require, warn_unknown
+from .sections import Section, filled
 
 CONV_VAE = "CausalVideoAutoencoder"
 
-# Key of the config -> value when absent. The published 2.5 file differs in most of them and names them all.
+# Key of the config -> value when absent, see sections.filled. The published 2.5 file differs in most of them.
 _DEFAULTS = {
     "in_channels": 128,
     "out_channels": 3,
     "patch_size": 4,
     "stage_channels": [1024, 512, 256, 256, 128],
     "stage_depths": [4, 6, 4, 2, 8],
-    "stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5], [3, 3, 3]],
-    "upsamples": [[[1, 2, 2], 2], [[2, 1, 1], 2], [[2, 2, 2], 1], [[2, 2, 2], 2]],
-    "stage5_kernel": [3, 7, 7],
+    "stage_kernels": [(3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (3, 3, 3)],
+    "upsamples": [((1, 2, 2), 2), ((2, 1, 1), 2), ((2, 2, 2), 1), ((2, 2, 2), 2)],
+    "stage5_kernel": (3, 7, 7),
     "t_emb_dim": 384,
     "timestep_scale_multiplier": 1.0,
     "default_num_inference_steps": 2,
@@ -49,8 +50,13 @@ _DROPPED = re.compile(r"decoder\.(coarse_.*|.*\.coarse_.*|type_emb)")
 
 def has_diffusion_decoder(file: Checkpoint) -> bool:
     """Tells by the config whether the video autoencoder decodes by diffusion."""
-    section = file.config.get("vae") or {}
-    return section.get("_class_name", CONV_VAE) != CONV_VAE
+    return vae_section(file).get("_class_name", CONV_VAE) != CONV_VAE
+
+
+def vae_section(file: Checkpoint) -> Section:
+    """Returns the config's `vae` section, empty where there is none."""
+    section = file.config.get("vae")
+    return section if isinstance(section, dict) else {}
 
 
 def diffusion_decoder_kwargs(file: Checkpoint) -> dict[str, Any]:
@@ -68,12 +74,13 @@ def diffusion_decoder_kwargs(file: Checkpoint) -> dict[str, Any]:
     warn_unknown(file, "vae.decoder", decoder, _KNOWN)
     where = f"{file.path}: vae.decoder"
     require(decoder, {"resampler_kind": "linear"}, where)
-    values = {**_DEFAULTS, **decoder}
+    values = filled(file, "vae.decoder", decoder, _DEFAULTS)
+    older_head_dim = filled(file, "vae.decoder", decoder, {"na_head_dim": 64})["na_head_dim"]
     kwargs = {
         "out_channels": values["out_channels"],
         "latent_channels": values["in_channels"],
         "patch_size": values["patch_size"],
-        "decoder_head_dim": decoder.get("head_dim", decoder.get("na_head_dim", 64)),
+        "decoder_head_dim": filled(file, "vae.decoder", decoder, {"head_dim": older_head_dim})["head_dim"],
         "decoder_stage_channels": tuple(values["stage_channels"]),
         "decoder_stage_depths": tuple(values["stage_depths"]),
         # one kernel more than stages that use it: the last stage has a key of its own
@@ -153,7 +160,8 @@ def _scaled(tensor: Tensor, gate: Tensor) -> Tensor:
 def _check(kwargs: Section, stage5_channels: int | None, where: str) -> None:
     """Raises ValueError where the numbers contradict each other or name another architecture."""
     channels, reductions = kwargs["decoder_stage_channels"], kwargs["decoder_upsample_channel_reductions"]
-    if not len(channels) == len(kwargs["decoder_stage_depths"]) == len(kwargs["decoder_stage_kernels"]) + 1:
+    counts = {len(channels), len(kwargs["decoder_stage_depths"]), len(kwargs["decoder_stage_kernels"]) + 1}
+    if counts != {len(reductions) + 1}:
         raise ValueError(
             f"{where}: {len(channels)} stage_channels, {len(kwargs['decoder_stage_depths'])} stage_depths and "
             f"{len(reductions)} upsamples do not fit each other. Choose the original file."

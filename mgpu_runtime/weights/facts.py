@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
+from .audio_configs import audio_vae_kwargs, vocoder_kwargs, vocoder_sample_rate
 from .bundle import Checkpoint, Paths, as_paths, read_checkpoint
 from .configs import has_text_projection, is_from_2_5, text_projection_input, transformer_values
 from .diffusion_vae import has_diffusion_decoder
@@ -16,15 +18,7 @@ from .header import ContentKey, content_key
 from .quantized import count_parameters, describe_precision, read_quantization
 from .text_pairing import check_text_encoder, expected_gemma_version
 from .text_source import TextEncoderFacts, describe_text_encoder
-from .vae_configs import (
-    audio_vae_kwargs,
-    decode_min_cells,
-    scale_factors,
-    upsampler_kwargs,
-    video_vae_kwargs,
-    vocoder_kwargs,
-    vocoder_sample_rate,
-)
+from .vae_configs import decode_min_cells, scale_factors, upsampler_kwargs, video_vae_kwargs
 
 PUBLISHED_LATENT_MEL_BINS = 16
 _ENCODER = "encoder.conv_in.conv.weight"  # first layer of an autoencoder's encoder
@@ -140,6 +134,7 @@ def describe_checkpoint(
     file.check_files()
     values = transformer_values(file)
     channels, mel_bins, rate = _audio_latent(file, values["audio_in_channels"])
+    _check_video_latent(file, values["in_channels"])
     hidden_size, num_states = text_projection_input(file) if has_text_projection(file) else (None, None)
     if text_encoder is not None:
         check_text_encoder(text_encoder, file)
@@ -256,6 +251,16 @@ def _audio_latent(file: Checkpoint, token_width: int) -> tuple[int, int, float]:
             f"audio tokens of {token_width}. The config does not fit itself."
         )
     return channels, mel_bins, kwargs["sample_rate"] / kwargs["mel_hop_length"] / 4
+
+
+def _check_video_latent(file: Checkpoint, video_channels: int) -> None:
+    """Raises ValueError where the video autoencoder, which may be a file of its own, has latents of another width."""
+    statistics = file.shapes("video_vae").get("latents_mean") if "video_vae" in file.components else None
+    if statistics is not None and statistics != (video_channels,):
+        raise ValueError(
+            f"The video autoencoder {file.where('video_vae')} makes latents of {prod(statistics)} channels, the "
+            f"transformer {file.path} takes {video_channels}. Choose the video autoencoder of the same model family."
+        )
 
 
 def _context_width(values: dict, connector: str) -> int:

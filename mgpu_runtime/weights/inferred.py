@@ -13,7 +13,8 @@ from .inferred_parts import (
     audio_vae_section,
     count,
     duration_head_section,
-    shape_of,
+    matrix_shape,
+    size_of,
     upsampler_config,
     video_vae_section,
     vocoder_section,
@@ -50,8 +51,8 @@ def transformer_section(shapes: Mapping[str, Shapes]) -> tuple[dict[str, Any], s
     tensors = shapes["transformer"]
     version = _version(tensors)
     is_gated = version != "2.0"
-    width, channels = shape_of(tensors, "proj_in.weight")
-    audio_width, audio_channels = shape_of(tensors, "audio_proj_in.weight")
+    width, channels = matrix_shape(tensors, "proj_in.weight")
+    audio_width, audio_channels = matrix_shape(tensors, "audio_proj_in.weight")
     block = "transformer_blocks.0."
     heads = _heads(tensors, f"{block}attn1", width, HEAD_WIDTH, is_gated=is_gated)
     audio_heads = _heads(tensors, f"{block}audio_attn1", audio_width, AUDIO_HEAD_WIDTH, is_gated=is_gated)
@@ -62,12 +63,12 @@ def transformer_section(shapes: Mapping[str, Shapes]) -> tuple[dict[str, Any], s
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
         "in_channels": channels,
-        "out_channels": shape_of(tensors, "proj_out.weight")[0],
+        "out_channels": size_of(tensors, "proj_out.weight", 0),
         "cross_attention_dim": width,
         "audio_num_attention_heads": audio_heads,
         "audio_attention_head_dim": audio_width // audio_heads,
         "audio_in_channels": audio_channels,
-        "audio_out_channels": shape_of(tensors, "audio_proj_out.weight")[0],
+        "audio_out_channels": size_of(tensors, "audio_proj_out.weight", 0),
         "audio_cross_attention_dim": audio_width,
         "apply_gated_attention": is_gated,
         "cross_attention_adaln": is_gated,
@@ -77,7 +78,7 @@ def transformer_section(shapes: Mapping[str, Shapes]) -> tuple[dict[str, Any], s
         "use_keyframes_abs_pos_embedding": "keyframes_abs_pos_embedding" in tensors,
     }
     if not is_gated:
-        section["caption_channels"] = shape_of(tensors, "caption_projection.linear_1.weight")[1]
+        section["caption_channels"] = size_of(tensors, "caption_projection.linear_1.weight", 1)
     return {**section, **_connector_keys(shapes.get("connectors", {}), width, audio_width, is_gated=is_gated)}, version
 
 
@@ -92,10 +93,12 @@ def _connector_keys(tensors: Shapes, width: int, audio_width: int, *, is_gated: 
         heads = wide // head_width
         if has_tensors:
             root = f"{stream}_connector"
-            wide = shape_of(tensors, f"{root}.learnable_registers")[1]
+            wide = size_of(tensors, f"{root}.learnable_registers", 1)
             layers = count(tensors, rf"{root}\.transformer_blocks\.(\d+)\.")
             heads = _heads(tensors, f"{root}.transformer_blocks.0.attn1", wide, head_width, is_gated=is_gated)
             keys["connector_ff_bias"] = f"{root}.transformer_blocks.0.ff.net.2.bias" in tensors
+        if not heads:
+            raise ValueError(f"a transformer {wide} wide, which is less than a head of {head_width} of its connectors")
         keys |= {
             f"{prefix}_num_attention_heads": heads,
             f"{prefix}_attention_head_dim": wide // heads,
@@ -108,7 +111,7 @@ def _version(tensors: Shapes) -> str:
     """Tells which published transformer this is; raises ValueError with the telling shapes when it is none."""
     block = "transformer_blocks.0."
     traits = (
-        shape_of(tensors, f"{block}scale_shift_table")[0],
+        size_of(tensors, f"{block}scale_shift_table", 0),
         any(name.startswith(f"{block}attn1.to_gate_logits.") for name in tensors),
         "caption_projection.linear_1.weight" in tensors,
         f"{block}ff.net.2.bias" in tensors,
@@ -127,7 +130,7 @@ def _heads(tensors: Shapes, attention: str, width: int, head_width: int, *, is_g
     """Returns how many heads an attention has: its gates, else the published width of one."""
     heads, rest = divmod(width, head_width)
     if is_gated:
-        heads = shape_of(tensors, f"{attention}.to_gate_logits.bias")[0]
+        heads = size_of(tensors, f"{attention}.to_gate_logits.bias", 0)
         rest = width % heads
     if rest or not heads:
         raise ValueError(f"{attention} is {width} wide, which is no whole number of heads")
