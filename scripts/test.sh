@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the linter and all tests but the slow ones; arguments go to pytest.
+# Runs the linter and all tests but the slow ones; arguments go to pytest (-m slow runs those).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

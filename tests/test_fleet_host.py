@@ -157,6 +157,7 @@ def test_b133_a_second_import_under_another_name_shares_the_table_of_fleets():
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_forked_child_starts_a_fleet_of_its_own_and_leaves_its_parents_alone(tmp_path):
     main = tmp_path / "main.py"
     main.write_text(FORK_MAIN, encoding="utf-8")

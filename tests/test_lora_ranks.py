@@ -151,6 +151,7 @@ def agree(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[
     return [torch.equal(one[name], other[name]) for name in ("prompt", "stage 1", "stage 2")]
 
 
+@pytest.mark.slow
 def test_a_lora_works_in_the_stage_that_asks_for_it_and_leaves_no_trace(tmp_path: Path) -> None:
     style = toy_lora(tmp_path / "stil — два.safetensors", TOY_23)
     found, names = targets(TOY_23), ("proj_out", "text_embedding_projection.video_aggregate_embed")

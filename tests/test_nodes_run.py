@@ -181,6 +181,7 @@ def test_b33_sound_workflow_carries_the_original_sound(host: ComfyHost, first_ru
     assert abs(saved.seconds_of_sound - picture) <= 0.04 + 1024 / saved.sample_rate  # one audio latent, one AAC frame
 
 
+@pytest.mark.slow
 def test_b127_image_workflow_is_the_same_again_with_one_worker(host: ComfyHost, image_clip: Clip) -> None:
     outputs = host.run(workflow_graph(IMAGE_WORKFLOW, n1={"devices": "cpu:1"}), timeout=240)
     again = read_clip(host.output_path(outputs, ".mp4"))

@@ -286,6 +286,7 @@ def test_a_text_encoder_replaced_in_place_is_read_again(tmp_path: Path) -> None:
     assert client._key() != before
 
 
+@pytest.mark.slow
 def test_a_preview_that_cannot_be_made_does_not_cost_the_clip() -> None:
     """The 2.0 autoencoder pads by reflection and cannot decode a side of one cell; the stage itself can make it."""
     checkpoint = GOLDEN / "checkpoints" / "tiny_ltx20.safetensors"

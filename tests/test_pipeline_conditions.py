@@ -54,6 +54,7 @@ def encoded(ltx: LTXClient, images: Tensor, height: int, width: int) -> Tensor:
     return ltx.encode_video(images, height=height, width=width)
 
 
+@pytest.mark.slow
 def test_b40_strength_1_pins_the_frame_and_strength_0_is_text_to_video(two: LTXClient) -> None:
     plain = two.sp_stage(DISTILLED, POSITIVE, None, ONE)
     ignored = [(replace(condition, strength=0.0), tensor) for condition, tensor in (FIRST, LAST, REFERENCE, HEARD)]

@@ -44,6 +44,7 @@ def clip(two: LTXClient) -> Tensor:
     return torch.stack([(rows * columns * torch.ones(3) + number / 20) % 1 for number in range(9)])
 
 
+@pytest.mark.slow
 def test_a_clip_is_encoded_as_the_autoencoder_does(path: Path, two: LTXClient, clip: Tensor) -> None:
     latent = two.encode_video(clip)
     vae = build_video_vae(path, registry=StateDictRegistry(), device="cpu", dtype=torch.float32)
