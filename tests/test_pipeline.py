@@ -171,7 +171,7 @@ def test_b31_an_audio_latent_one_frame_off_is_fitted_and_more_is_refused(two: LT
     for num_frames in (8, 10):
         fitted = two.sp_stage(STAGE, prompts[0], None, SMALL, audio_latent=torch.zeros(1, 2, num_frames, 16))
         assert fitted.audio.shape == (1, 2, 9, 16)
-    with pytest.raises(ValueError, match="11 frames .25 a second. but this clip needs 9"):
+    with pytest.raises(ValueError, match="11 frames .25 a second., but this clip of 24 fps needs 9"):
         two.sp_stage(STAGE, prompts[0], None, SMALL, audio_latent=torch.zeros(1, 2, 11, 16))
 
 
