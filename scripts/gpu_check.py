@@ -1,4 +1,6 @@
-"""Replays the toy model's clips on 1, 2, 4 and 8 GPUs, as far as they are there; see gpu_check.sh.
+"""Checks the exchange, then replays the toy model's clips on 1, 2, 4 and 8 GPUs as far as they are there.
+
+See gpu_check.sh. The exchange's checks, in gpu_exchange.py, also run several processes on one GPU.
 
 The reference clip is held against stored results; a clip with a picture, guidance, a LoRA and res_2s against this
 machine's CPU; weights rounded to fp8 against bf16.
@@ -13,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import gpu_exchange  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -38,7 +41,7 @@ def main() -> int:
     if num_gpus == 0:
         sys.stdout.write("gpu_check: no CUDA device is visible to this Python's torch\n")
         return 2
-    failed = False
+    failed = gpu_exchange.main() != 0
     for precision, limit in LIMITS.items():
         for num_workers in [n for n in WORKERS if n <= num_gpus]:
             errors, seconds = replay(num_workers, precision)
