@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mgpu_runtime.exchange.choice import TRANSPORTS
 from mgpu_runtime.fleet import parse_devices
-from mgpu_runtime.pipeline.settings import DEFAULT_SP_MAX_TOKENS, PRECISIONS, LTXSettings
+from mgpu_runtime.pipeline.settings import DEFAULT_SP_MAX_TOKENS, PRECISIONS, LTXSettings, default_exchange_timeout
 
 from .comfy import (
     LTX_MGPU,
@@ -88,6 +89,7 @@ class LTXMGPULoad(io.ComfyNode):
                     "More needs more memory on every GPU.",
                 ),
                 *(_part_input(name) for name in _PARTS),
+                _transport_input(),
             ],
             outputs=[LTX_MGPU.Output("ltx", display_name="ltx", tooltip="To every other LTX MGPU node.")],
         )
@@ -125,6 +127,17 @@ def _part_input(name: str) -> io.Combo.Input:
     )
 
 
+def _transport_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "transport",
+        options=list(TRANSPORTS),
+        default="auto",
+        optional=True,
+        tooltip="How the workers exchange tensors in sequence parallelism. auto: the fastest that works on this "
+        "machine; the log names it. Choose one only to compare, or when auto makes trouble.",
+    )
+
+
 def _settings(
     checkpoint: str,
     text_encoder: str,
@@ -132,6 +145,7 @@ def _settings(
     devices: str,
     precision: str,
     sp_max_tokens: int,
+    transport: str = "auto",
     **parts: str | None,
 ) -> LTXSettings:
     chosen = {name: file for name, file in parts.items() if file not in (None, _NONE)}
@@ -142,5 +156,7 @@ def _settings(
         devices=devices,
         precision=precision,
         sp_max_tokens=sp_max_tokens,
+        transport=transport,
+        exchange_timeout=default_exchange_timeout(),
         **{name: model_path(_PARTS[name][0], file) for name, file in chosen.items()},
     )

@@ -64,7 +64,7 @@ _CHECKS: dict[str, Callable[[Case, Bench], Iterator[Triple]]] = {
     r"loop_.*": check_loop,
     r"tdp_.*": check_tdp,
 }
-# What a damaged case, a missing checkpoint or a head count that the ranks do not divide brings.
+# What a damaged case, a missing checkpoint or more ranks than heads bring.
 _UNREADABLE = (ValueError, KeyError, TypeError, RuntimeError, OSError, SafetensorError)
 _JSON_CHECKS: dict[str, Callable[[dict], Iterator[Triple]]] = {
     "latent_sizes": check_latent_sizes,

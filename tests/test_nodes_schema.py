@@ -31,7 +31,7 @@ NODES = {
 # Released inputs keep their order, since saved workflows hold widget values by position. Append here, never insert.
 INPUT_ORDER = {
     "LTXMGPULoad": "checkpoint text_encoder upsampler devices precision sp_max_tokens video_vae audio_vae "
-    "text_projection duration_head",
+    "text_projection duration_head transport",
     "LTXMGPUEncodePrompt": "ltx prompt negative_prompt max_length mode release_text_encoder",
     "LTXMGPUSPStage": "ltx positive latent fps seed schedule steps video_cfg audio_cfg video_stg audio_stg stg_block "
     "rescale modality_scale negative audio_latent sigmas sampler max_batch_size audio_mode schedule_tokens conditions "
@@ -81,6 +81,7 @@ def test_load_lists_transformers_and_parts_in_files_of_their_own(host: ComfyHost
     checkpoints = inputs["required"]["checkpoint"][1]["options"]
     assert checkpoints[0] == "ltx-toy-23.safetensors" and checkpoints[-1] == "dit.safetensors"
     parts = {name: options[1] for name, options in inputs["optional"].items()}
+    assert parts.pop("transport")["default"] == "auto"
     assert {name: options["default"] for name, options in parts.items()} == dict.fromkeys(parts, "none")
     assert parts["video_vae"]["options"] == parts["audio_vae"]["options"]
     assert "sound.safetensors" in parts["audio_vae"]["options"]
@@ -136,7 +137,8 @@ BEFORE_ANY_WEIGHT = [
     (LOAD, {"checkpoint": "upsampler.safetensors"}, LOAD, "upsampler"),
     (LOAD, {"checkpoint": "torn.safetensors"}, LOAD, "torn"),
     (LOAD, {"checkpoint": "text.safetensors"}, LOAD, "text"),
-    (LOAD, {"devices": "cpu:3"}, LOAD, "3"),
+    (LOAD, {"devices": "cpu:9"}, LOAD, "8 attention heads cannot be dealt to 9 workers"),
+    (LOAD, {"transport": "tcp"}, LOAD, "transport"),
     (LOAD, {"sp_max_tokens": 10}, SP, "10"),
     (LOAD, {"upsampler": "none"}, SP, "upsampler"),
     (SP, {"schedule": "fast"}, SP, "fast"),

@@ -15,7 +15,7 @@ from mgpu_runtime.models.streams import StreamInput
 from mgpu_runtime.pipeline.checks import check_decode, check_plan
 from mgpu_runtime.pipeline.client import LTXClient
 from mgpu_runtime.pipeline.jobs import Decode, Encode, PromptContext, SPStage, TDPStage, from_record
-from mgpu_runtime.pipeline.settings import LTXSettings
+from mgpu_runtime.pipeline.settings import TIMEOUT_VARIABLE, LTXSettings, default_exchange_timeout
 from mgpu_runtime.sampling.guidance import GuiderParams
 from tests.goldens import TOY
 from tests.weights_files import TINY_20, TINY_23
@@ -54,8 +54,8 @@ STAGE_REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         "108 video tokens exceed sp_max_tokens 100",
     ),
     "heads and workers": (
-        lambda: client(devices="cpu:3").sp_stage(STAGE, PROMPT, None, LATENT),
-        "8 attention heads cannot be split over 3 workers; this model runs on 1, 2, 4, 8",
+        lambda: client(devices="cpu:9").sp_stage(STAGE, PROMPT, None, LATENT),
+        "8 attention heads cannot be dealt to 9 workers, each needs one; this model runs on 1 to 8",
     ),
     "another model's latent": (
         lambda: client().sp_stage(STAGE, PROMPT, None, torch.zeros(1, 16, 2, 2, 3)),
@@ -158,12 +158,28 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_starts(name: str) 
         (lambda: LTXSettings("model.safetensors"), "checkpoint must be an absolute path"),
         (lambda: replace(SETTINGS, precision="int4"), "precision must be one of"),
         (lambda: replace(SETTINGS, sp_max_tokens=0), "sp_max_tokens must be at least 1"),
+        (lambda: replace(SETTINGS, transport="tcp"), "transport must be one of auto, csrc, .* got 'tcp'"),
+        (
+            lambda: replace(SETTINGS, exchange_timeout=0.0),
+            "exchange_timeout must be a number of seconds above 0, got 0",
+        ),
+        (lambda: replace(SETTINGS, exchange_timeout=float("nan")), "exchange_timeout .* got nan"),
         (lambda: from_record("Delete", {}), "unknown job 'Delete'"),
     ],
 )
 def test_jobs_and_settings_check_themselves(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_the_environment_sets_the_exchange_s_timeout_where_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
+    assert default_exchange_timeout() == SETTINGS.exchange_timeout == 10.0
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "2.5")
+    assert default_exchange_timeout() == 2.5
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "soon")
+    with pytest.raises(ValueError, match="LTX_MGPU_EXCHANGE_TIMEOUT must be a number of seconds, got 'soon'"):
+        default_exchange_timeout()
 
 
 def test_b24_nothing_on_the_way_to_the_model_swallows_an_argument_it_does_not_know() -> None:
@@ -194,6 +210,7 @@ def test_b22_explicit_sigmas_are_used_unchanged_and_end_in_one_zero() -> None:
         (["--output", "clip.foo"], "--output must end in .mp4, got clip.foo"),
         (["--tiles", "30x9"], "Tiles '30x9' do not fit"),
         (["--sp-max-tokens", "10"], "exceed sp_max_tokens 10"),
+        (["--exchange-timeout", "-1"], "exchange_timeout must be a number of seconds above 0, got -1"),
     ],
 )
 def test_b27_b29_the_command_line_refuses_sizes_up_front(

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mgpu_runtime.exchange import ExchangeError
 from mgpu_runtime.models.streams import StreamInput
-from mgpu_runtime.parallel.attention_manager import AttentionManager
+from mgpu_runtime.parallel.attention_manager import MEETING_TIMEOUT, AttentionManager
 from mgpu_runtime.parallel.limits import check_heads, check_tokens
 from mgpu_runtime.parallel.sequence_parallel import SequenceParallelModelWrapper
+from mgpu_runtime.parallel.shares import CPU_ROWS, Shares
 from tests.goldens import GOLDEN, golden, relative_error
 from tests.spawn import run
 from tests.tiny import random_transformer, transformer
@@ -19,7 +21,7 @@ NAMES = sorted(p.stem for style in ("20", "23") for p in (GOLDEN / "golden").glo
     "sp_23",
 ]
 TOKEN_COUNTS = (1, 2, 5, 36, 97)
-HEADS_GOLDEN, HEADS_RANDOM = 4, 6
+HEADS_RANDOM, HEADS_PUBLISHED = 6, 32
 ROPE_TYPES = ("split", "interleaved")
 
 
@@ -34,12 +36,18 @@ def _everything(rank: int, group) -> dict[str, list | dict | float]:
     world_size = dist.get_world_size(group)
     results: dict[str, list | dict | float] = {}
     with torch.no_grad():
-        if HEADS_GOLDEN % world_size == 0:
+        if world_size != 5:  # the goldens' models have 4 heads
             results["golden"] = _golden_velocities(group)
             results["poisoned"] = _poisoned(rank, group)
-        if HEADS_RANDOM % world_size == 0:
+        if world_size != 4:
             for rope_type in ROPE_TYPES:
                 results[rope_type] = _random_velocities(group, rope_type)
+        if world_size in (1, 3):
+            model = _wrap(random_transformer(num_heads=HEADS_PUBLISHED), group)
+            results["32 heads"] = [model.predict(*_streams(count, 7, HEADS_PUBLISHED)) for count in (36, 97)]
+        results["timeouts"] = _timeouts(group)
+        if world_size == 2:
+            results["broken off"] = _broken_off(group)
     return results
 
 
@@ -64,11 +72,9 @@ def _poisoned(rank: int, group) -> float:
     case = golden("sp_23")
     share = model._share
 
-    def poisoned_share(video: StreamInput) -> StreamInput:
-        local = share(video)
-        rows = local.latent.shape[1]
-        real = max(0, min(rows, video.num_tokens - rank * rows))
-        local.latent[:, real:] = 1e4
+    def poisoned_share(video: StreamInput, shares: Shares) -> StreamInput:
+        local = share(video, shares)
+        local.latent[:, shares.tokens[rank] :] = 1e4
         return local
 
     model._share = poisoned_share
@@ -79,16 +85,42 @@ def _poisoned(rank: int, group) -> float:
     )
 
 
+def _timeouts(group) -> list[float]:
+    """Returns the exchange's timeout at each attention of video to video, in two forwards of one shape."""
+    model, seen = _wrap(random_transformer(num_heads=HEADS_RANDOM), group), []
+    gather = model.attn_mgr.gather
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        seen.append(model.attn_mgr.exchange.timeout)
+        return gather(x)
+
+    model.attn_mgr.gather = watched
+    for _ in range(2):
+        model.predict(*_streams(5, 1))
+    return [*seen, model.attn_mgr.exchange.timeout]
+
+
+def _broken_off(group) -> str:
+    """Breaks a forward off on every rank and tells what the next one says."""
+    model = _wrap(transformer("23"), group)
+    streams = golden("sp_23").stream("video"), golden("sp_23").stream("audio")
+    with pytest.raises(ValueError, match="perturbation"):
+        model.predict(*streams, torch.ones(1))
+    with pytest.raises(ExchangeError) as caught:
+        model.predict(*streams)
+    return str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def by_world() -> dict[int, list[dict]]:
-    return {world: run(_everything, world) for world in (1, 2, 3, 4)}
+    return {world: run(_everything, world) for world in (1, 2, 3, 4, 5)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_b01_every_worker_count_gives_the_official_velocities(by_world: dict, name: str) -> None:
     case = golden(name)
     prefix = "out.unsharded" if name.startswith("sp_") else "out"
-    for world in (1, 2, 4):
+    for world in (1, 2, 3, 4):
         for stream, velocity in zip(("video", "audio"), by_world[world][0]["golden"][name], strict=True):
             expected = case.get(f"{prefix}.{stream}_velocity")
             assert (velocity is None) == (expected is None)
@@ -98,7 +130,7 @@ def test_b01_every_worker_count_gives_the_official_velocities(by_world: dict, na
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_worker_count_gives_the_same_bits(by_world: dict, name: str) -> None:
-    for world in (2, 4):
+    for world in (2, 3, 4):
         for rank_result in by_world[world]:
             for one, many in zip(by_world[1][0]["golden"][name], rank_result["golden"][name], strict=True):
                 assert one is None or torch.equal(one, many)
@@ -111,7 +143,7 @@ def test_the_official_padding_would_have_failed() -> None:
     assert relative_error(wrong, case["out.unsharded.audio_velocity"]) > 1e-3
 
 
-def _streams(num_tokens: int, num_audio: int) -> tuple[StreamInput, StreamInput]:
+def _streams(num_tokens: int, num_audio: int, num_heads: int = HEADS_RANDOM) -> tuple[StreamInput, StreamInput]:
     generator = torch.Generator().manual_seed(num_tokens)
 
     def stream(count: int, channels: int, width: int, axes: int) -> StreamInput:
@@ -124,30 +156,64 @@ def _streams(num_tokens: int, num_audio: int) -> tuple[StreamInput, StreamInput]
             context=torch.randn(2, 3, width, generator=generator),
         )
 
-    video = stream(num_tokens, 16, 96, 3)
+    video = stream(num_tokens, 16, num_heads * 16, 3)
     mask = torch.rand(2, num_tokens, num_tokens, generator=generator).round(decimals=1)
     mask.diagonal(dim1=1, dim2=2).fill_(1)
-    return replace(video, attention_mask=mask), stream(num_audio, 32, 48, 1)
+    return replace(video, attention_mask=mask), stream(num_audio, 32, num_heads * 8, 1)
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
-def test_b03_b05_b06_any_token_count_runs_on_2_and_3_workers(by_world: dict, rope_type: str) -> None:
+def test_b03_b05_b06_any_token_count_runs_on_2_3_and_5_workers(by_world: dict, rope_type: str) -> None:
     """6 heads; 1 audio token; token counts below, at and beside multiples of the worker count; both rotary layouts."""
-    for world in (2, 3):
+    for world in (2, 3, 5):
         for rank_result in by_world[world]:
             for one, many in zip(by_world[1][0][rope_type], rank_result[rope_type], strict=True):
                 assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
 
 
 def test_b08_large_values_in_padded_rows_change_no_real_row(by_world: dict) -> None:
-    assert max(result["poisoned"] for world in (1, 2, 4) for result in by_world[world]) < 1e-5
+    assert max(result["poisoned"] for world in (1, 2, 3, 4) for result in by_world[world]) < 1e-5
 
 
-def test_b10_heads_that_do_not_divide_are_refused_with_the_counts_that_work() -> None:
-    with pytest.raises(ValueError, match="32 attention heads cannot be split over 3 workers") as caught:
-        check_heads(32, 3)
-    assert "1, 2, 4, 8, 16, 32" in str(caught.value)
-    check_heads(32, 8)
+def test_b10_32_heads_on_3_workers_equal_one_worker(by_world: dict) -> None:
+    for rank_result in by_world[3]:
+        for one, many in zip(by_world[1][0]["32 heads"], rank_result["32 heads"], strict=True):
+            for stream in (0, 1):
+                assert relative_error(many[stream], one[stream]) < 1e-5
+
+
+def test_b10_more_workers_than_heads_are_refused_with_the_counts_that_work() -> None:
+    with pytest.raises(ValueError, match="4 attention heads cannot be dealt to 5 workers") as caught:
+        check_heads(4, 5)
+    assert "1 to 4" in str(caught.value)
+    for world_size in (1, 3, 5, 6, 7, 8, 32):
+        check_heads(32, world_size)
+
+
+def test_ranks_wait_long_for_a_first_use_and_for_the_meeting_in_each_forward_only(by_world: dict) -> None:
+    """Two blocks, two forwards: long in all of the first, then up to the first attention, which has been waited for."""
+    for world in (2, 3, 5):
+        for result in by_world[world]:
+            assert result["timeouts"] == [MEETING_TIMEOUT, MEETING_TIMEOUT, 10.0, 10.0, 10.0]
+
+
+def test_a_forward_broken_off_leaves_an_exchange_that_refuses(by_world: dict) -> None:
+    assert all("make a new AttentionManager" in result["broken off"] for result in by_world[2])
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 31, 32, 33, 97, 4996])
+def test_shares_hold_every_token_once_and_padding_at_the_end_only(num_tokens: int, world_size: int) -> None:
+    for device, unit in (("cpu", CPU_ROWS), ("cuda", 1)):
+        shares = Shares.of(num_tokens, world_size, torch.device(device))
+        assert sum(shares.tokens) == num_tokens
+        assert shares.first == tuple(sum(shares.rows[:rank]) for rank in range(world_size))
+        assert all(rows and rows % unit == 0 for rows in shares.rows) and max(shares.rows) - min(shares.rows) <= unit
+        padded = [rank for rank in range(world_size) if shares.tokens[rank] < shares.rows[rank]]
+        assert not any(shares.tokens[rank + 1] for rank in padded[:-1])
+        assert sum(shares.rows) - num_tokens <= unit * world_size
+        if device == "cuda" and num_tokens >= world_size:
+            assert shares.rows == shares.tokens
 
 
 def test_too_many_tokens_are_refused_with_advice() -> None:

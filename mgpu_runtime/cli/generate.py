@@ -14,11 +14,11 @@ from ..pipeline.client import LTXClient, Watch
 from ..pipeline.condition_checks import check_conditions
 from ..pipeline.conditions import Conditions, ImageCondition
 from ..pipeline.jobs import SAMPLERS, SCHEDULES, TEXT_MODES, UPSCALE_MODES, Decode, LoRASpec, SPStage, TDPStage
-from ..pipeline.settings import DEFAULT_SP_MAX_TOKENS, LTXSettings
+from ..pipeline.settings import DEFAULT_SP_MAX_TOKENS, LTXSettings, default_exchange_timeout
 from ..pipeline.tensors import check_video_latent
 from ..sampling.sizes import ScaleFactors, latent_size
 from ..weights.facts import ModelFacts
-from .machine import add_machine
+from .machine import add_exchange, add_machine
 
 _OWN_FILES = ("video_vae", "audio_vae", "text_projection")
 
@@ -77,6 +77,7 @@ def _add_clip(clip: argparse._ArgumentGroup) -> None:
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
     add_machine(work)
+    add_exchange(work)
     work.add_argument(
         "--sp-max-tokens",
         type=int,
@@ -148,6 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> LTXSettings:
     own_files = {name: getattr(arguments, name) for name in _OWN_FILES}
+    timeout = arguments.exchange_timeout
     return LTXSettings(
         checkpoint=str(arguments.checkpoint.absolute()),
         text_encoder=str(arguments.text_encoder.absolute()),
@@ -155,6 +157,8 @@ def _settings(arguments: argparse.Namespace) -> LTXSettings:
         devices=arguments.devices,
         precision=arguments.precision,
         sp_max_tokens=arguments.sp_max_tokens,
+        transport=arguments.transport,
+        exchange_timeout=default_exchange_timeout() if timeout is None else timeout,
         **{name: None if path is None else str(path.absolute()) for name, path in own_files.items()},
     )
 

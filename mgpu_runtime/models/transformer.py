@@ -12,7 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2VideoTransformer3DModel
 from torch import Tensor
 
-from .attention import Attend, LTXAttentionProcessor, attend_locally
+from .attention import LOCAL, Attend, LTXAttentionProcessor
 from .block import BlockStream, run_block
 from .stored import compute_dtype
 from .streams import NUM_PERTURBATION_KINDS, Keep, StreamInput, log_bias
@@ -30,7 +30,7 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
         """What the model computes in, whatever its weights are stored in."""
         return compute_dtype(self)
 
-    def use_attention(self, *, video_self: Attend = attend_locally, video_to_audio: Attend = attend_locally) -> None:
+    def use_attention(self, *, video_self: Attend = LOCAL, video_to_audio: Attend = LOCAL) -> None:
         """Chooses who attends where video tokens are keys; all other attentions stay in this process."""
         for module in self.modules():
             if isinstance(module, LTX2Attention):

@@ -2,12 +2,11 @@
 
 
 def check_heads(num_heads: int, world_size: int) -> None:
-    """Raises ValueError, naming the worker counts that work, when heads cannot be dealt evenly to the workers."""
-    if num_heads % world_size:
-        allowed = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+    """Raises ValueError, naming the worker counts that work, when there are more workers than heads to deal."""
+    if world_size > num_heads:
         raise ValueError(
-            f"{num_heads} attention heads cannot be split over {world_size} workers; this model runs on {allowed}. "
-            "Choose one of these counts in the devices field of Load LTX MGPU."
+            f"{num_heads} attention heads cannot be dealt to {world_size} workers, each needs one; this model runs on "
+            f"1 to {num_heads}. Choose one of these counts in the devices field of Load LTX MGPU."
         )
 
 

@@ -1,6 +1,6 @@
 """Sequence parallelism: the video tokens spread over the ranks, the result that of one process.
 
-Letters: B batch, T real video tokens, P padded video tokens, W world size.
+Letters: B batch, T real video tokens.
 """
 
 from dataclasses import replace
@@ -14,23 +14,24 @@ from ..models.transformer import LTXTransformer
 from ..models.transformer_builder import TransformerBuilder
 from ..weights.registry import StateDictRegistry
 from .attention_manager import AttentionManager
-
-# Vectorised CPU loops treat the last elements of a buffer with scalar code that may round differently. Shards of whole
-# multiples of this many rows keep real rows out of that tail, whatever the world size.
-CPU_ROWS = 32
+from .limits import check_heads
+from .shares import Shares
 
 
 class SequenceParallelModelWrapper(nn.Module):
     """Runs a transformer on this rank's share of the video tokens; audio and text are replicated.
 
-    Same call as LTXTransformer.predict, whole sequences in, whole sequences out, on every rank.
+    Same call as LTXTransformer.predict, whole sequences in, whole sequences out, on every rank. Raises ValueError for a
+    model with fewer heads, of video or of audio, than there are ranks.
     """
 
     def __init__(self, model: LTXTransformer, attn_mgr: AttentionManager) -> None:
         super().__init__()
+        for num_heads in (model.config.num_attention_heads, model.config.audio_num_attention_heads):
+            check_heads(num_heads, attn_mgr.world_size)
         self.model = model
         self.attn_mgr = attn_mgr
-        model.use_attention(video_self=attn_mgr.attend_video, video_to_audio=attn_mgr.attend_audio_to_video)
+        model.use_attention(video_self=attn_mgr.video_self, video_to_audio=attn_mgr.video_to_audio)
 
     def predict(
         self, video: StreamInput | None, audio: StreamInput | None, perturbation: Tensor | None = None
@@ -41,21 +42,19 @@ class SequenceParallelModelWrapper(nn.Module):
         """
         if video is None:
             return self.model.predict(None, audio, perturbation)
-        with self.attn_mgr.sequence(video.num_tokens):
-            velocity, audio_velocity = self.model.predict(self._share(video), audio, perturbation)
-        whole = self.attn_mgr.exchange.allgather(velocity)
-        return whole[:, : video.num_tokens], audio_velocity
+        shape = (video.latent.shape[0], -1 if audio is None else audio.num_tokens)
+        with self.attn_mgr.sequence(video.num_tokens, video.latent.device, shape) as shares:
+            velocity, audio_velocity = self.model.predict(self._share(video, shares), audio, perturbation)
+            return self.attn_mgr.join_tokens(velocity), audio_velocity
 
-    def _share(self, video: StreamInput) -> StreamInput:
-        """Cuts this rank's rows out of the padded stream; the attention mask stays whole, attention sees all tokens."""
-        rank, world = self.attn_mgr.exchange.rank, self.attn_mgr.world_size
-        rows = _rows_per_rank(video.num_tokens, world, video.latent.device)
-        start = rank * rows
+    def _share(self, video: StreamInput, shares: Shares) -> StreamInput:
+        """Cuts this rank's rows out of the stream; the attention mask stays whole, attention sees all tokens."""
+        rank = self.attn_mgr.exchange.rank
+        first, rows, real = shares.first[rank], shares.rows[rank], shares.tokens[rank]
 
         def cut(x: Tensor, dim: int) -> Tensor:
-            held = x.narrow(dim, min(start, x.shape[dim]), max(0, min(rows, x.shape[dim] - start)))
-            missing = [0, 0] * (x.dim() - dim - 1) + [0, rows - held.shape[dim]]
-            return nn.functional.pad(held, missing)
+            held = x.narrow(dim, min(first, x.shape[dim]), real)
+            return nn.functional.pad(held, [0, 0] * (x.dim() - dim - 1) + [0, rows - real])
 
         shared_timestep = video.timesteps.shape[1] == 1
         return replace(
@@ -65,11 +64,6 @@ class SequenceParallelModelWrapper(nn.Module):
             positions=cut(video.positions, 2),
             keyframes_mask=None if video.keyframes_mask is None else cut(video.keyframes_mask, 1),
         )
-
-
-def _rows_per_rank(num_tokens: int, world_size: int, device: torch.device) -> int:
-    rows = -(-num_tokens // world_size)
-    return rows if device.type != "cpu" else -(-rows // CPU_ROWS) * CPU_ROWS
 
 
 class SequenceParallelBuilder:

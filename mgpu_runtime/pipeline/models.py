@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..fleet import RankInfo
+from ..exchange import ExchangeError
+from ..fleet import RankInfo, RunnerError
 from ..models import audio_vae, connectors, duration_head, mel, upsampler, video_vae, vocoder
 from ..models.builder import ComponentBuilder
 from ..models.transformer import LTXTransformer
@@ -17,6 +18,7 @@ from ..parallel.sequence_parallel import SequenceParallelModelWrapper
 from ..parallel.tiled_data_parallel import TiledDataParallelModelWrapper
 from ..tiling import Grid, TileCountConfig, TilePlace
 from ..weights.audio_configs import mel_layout
+from ..weights.configs import transformer_kwargs
 from ..weights.facts import ModelFacts
 from ..weights.keymaps import COMPONENTS
 from ..weights.quantized import FLOATS
@@ -60,6 +62,7 @@ class LTXModels:
         self.announce: Callable[[str], None] = lambda component: None  # is told what is about to be loaded
         self._modules: dict[str, nn.Module] = {}
         self._checked: set[str] = set()
+        self._attention: AttentionManager | None = None
         self.text = TextModels(
             settings,
             info,
@@ -117,17 +120,51 @@ class LTXModels:
         """
         self._loras.use(specs, lambda: self.transformer, say)
 
+    def open_exchange(self) -> AttentionManager:
+        """Opens the exchange of sequence parallelism where none is open, or the open one is of no use; collective.
+
+        It is kept until `close`, since opening takes time. Raises RunnerError on every rank alike where the chosen
+        transport cannot work.
+        """
+        is_usable = self._attention is not None and self._attention.is_whole
+        if not all(on_every_rank(self.info, lambda: is_usable)):
+            self.close()
+            try:
+                self._attention = self._attention_manager()
+            except ExchangeError as error:
+                raise RunnerError(str(error)) from error
+        return self._attention
+
+    def check_exchange(self) -> None:
+        """Raises ExchangeTimeout where a GPU waited in vain, which it cannot say itself: once the GPU is done."""
+        if self._attention is not None:
+            self._attention.exchange.check()
+
+    def close(self) -> None:
+        """Closes the exchange; collective."""
+        if self._attention is not None:
+            self._attention.close()
+            self._attention = None
+
     def sequence_parallel(self) -> SequenceParallelModelWrapper:
-        """Returns the transformer with the video tokens spread over the ranks."""
-        config = self.transformer.config
-        manager = AttentionManager(
-            self.settings.sp_max_tokens,
-            config.num_attention_heads,
-            config.attention_head_dim,
-            self.dtype,
-            self.info.group if self.info.world_size > 1 else None,
-        )
+        """Returns the transformer with the video tokens spread over the ranks; collective."""
+        manager = self.open_exchange()
         return SequenceParallelModelWrapper(self.transformer, manager)
+
+    def _attention_manager(self) -> AttentionManager:
+        config = transformer_kwargs(self.registry.checkpoint(self.settings.checkpoint_files()))
+        info = self.info
+        return AttentionManager(
+            self.settings.sp_max_tokens,
+            config["num_attention_heads"],
+            config["attention_head_dim"],
+            self.dtype,
+            info.group if info.world_size > 1 else None,
+            transport=self.settings.transport,
+            device=info.device,
+            timeout=self.settings.exchange_timeout,
+            wait_while_busy=info.device.type == "cpu",  # where ranks share cores, one may compute for minutes
+        )
 
     def tiled(self, tiling: TileCountConfig, grid: Grid, *, normalize_positions: bool) -> TiledDataParallelModelWrapper:
         """Returns the transformer run tile by tile over the ranks, for a latent (F, H, W)."""

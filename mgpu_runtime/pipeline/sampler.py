@@ -50,7 +50,9 @@ class Sampler:
             video, audio, self.plan.sigmas, self._denoiser(model, tensors), on_step=on_step
         )
         sound = None if audio is None else self._sound(audio)
-        return {"video": video_latent(video.latent.cpu(), grid), "audio": sound}
+        picture = video_latent(video.latent.cpu(), grid)
+        self.models.check_exchange()
+        return {"video": picture, "audio": sound}
 
     def _denoiser(self, model: VelocityModel, tensors: Tensors) -> GuidedDenoiser:
         return GuidedDenoiser(

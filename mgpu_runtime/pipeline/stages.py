@@ -37,6 +37,7 @@ def run_sp_stage(request: SPStage, tensors: Tensors, models: LTXModels, progress
     if facts.is_distilled is False and request.schedule == "distilled":
         progress.log("a full model by its file name runs the distilled schedule; auto or ltx2 is its own")
     plan = plan_sp_stage(request, facts, grid[0] * grid[1] * grid[2])
+    models.open_exchange()  # first: a transport that cannot work is said before weights are loaded
     models.make_room()
     models.use_loras(request.loras, progress.log)
     sampler = Sampler("SP stage", plan, request.seed, request.preview, models, progress)
@@ -70,6 +71,8 @@ def run_tdp_stage(request: TDPStage, tensors: Tensors, models: LTXModels, progre
     if tensors["audio_latent"] is not None:
         audio = audio_state(tensors["audio_latent"], frozen=not follows)
     streams = add_conditions((video, audio), request.conditions, tensors, models, progress, grid=grid, fps=request.fps)
+    if follows:
+        models.open_exchange()
     models.make_room()
     models.use_loras(request.loras, progress.log)
     if follows:
