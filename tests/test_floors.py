@@ -18,6 +18,7 @@ FLOORS = {
     "parallel": 3,
     "sampling": 3,
     "pipeline": 4,
+    "bench": 5,
     "cli": 5,
     "__main__": 6,
 }

@@ -1,0 +1,1 @@
+"""The benchmarks: ours and its peers, in turn, in the same processes, on the same work."""
