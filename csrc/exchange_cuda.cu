@@ -147,7 +147,11 @@ Control *control_of(const Exchange *exchange, int rank) {
 }
 
 const char *set_up(Exchange *exchange, int device, unsigned char *handle) {
-    TRY(cudaDeviceGetAttribute(&exchange->most_blocks, cudaDevAttrMultiProcessorCount, device));
+    int multiprocessors = 0;
+    TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    // Half of them hold far more words in flight than a link between GPUs needs. On all of them, with the priority that
+    // pushes have, there would be no room for the arithmetic that is to run meanwhile.
+    exchange->most_blocks = multiprocessors > 1 ? multiprocessors / 2 : 1;
     // A kernel's first use loads it, which may wait for the device while a wait kernel stands there: load them now.
     cudaFuncAttributes attributes;
     TRY(cudaFuncGetAttributes(&attributes, push_kernel));
@@ -240,6 +244,7 @@ EXCHANGE_API const char *exchange_open_controls(Exchange *exchange, const unsign
 EXCHANGE_API const char *exchange_grow(Exchange *exchange, int64_t bank_bytes, unsigned char *handle) {
     const Current current(exchange);
     const size_t each = whole_granules(static_cast<size_t>(bank_bytes));
+    free_own(exchange, exchange->next);  // of a try that failed half way
     return allocate(exchange, exchange->next, 2 * each, handle);
 }
 

@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kThreads) push_kernel(const __grid_constant__ 
 // Tells whether a wait must end before its time; if so, later kernels return at once, and the host can read why.
 __device__ bool give_up(Control *control, volatile Page *page, unsigned missing, uint64_t number, uint64_t began,
                         uint64_t timeout_ns) {
-    const uint64_t waited = nanoseconds() - began, least = page->timeout_ns;
+    const uint64_t now = nanoseconds(), least = page->timeout_ns;
+    const uint64_t waited = now > began ? now - began : 0;  // a clock that steps back is no timeout
     if (page->stop == 0) {
         if (waited <= (least > timeout_ns ? least : timeout_ns)) return false;
         page->number = number;

@@ -183,16 +183,16 @@ class _Flag:
 
 
 def test_the_host_runs_ahead_of_a_gpu_only_so_far_and_counts_from_its_arrival() -> None:
-    order = StreamOrder(lambda number, what: Wait(0, what, 0.3, lambda: [1]), ahead=2)
+    order = StreamOrder(lambda number, what, timeout: Wait(0, what, timeout, lambda: [1]), ahead=2)
     works = [_Flag(), _Flag(), _Flag()]
-    order.add(1, "the first", _Flag(False), works[0])  # this rank's own GPU has not come to it
+    order.add(1, "the first", _Flag(False), works[0], 0.3)  # this rank's own GPU has not come to it
     time.sleep(0.4)
     order.make_room()
     works[0].done = True
     order.make_room()
-    order.add(2, "the second", _Flag(True), works[1])
+    order.add(2, "the second", _Flag(True), works[1], 0.3)
     order.make_room()
-    order.add(3, "the third", _Flag(True), works[2])
+    order.add(3, "the third", _Flag(True), works[2], 0.3)
     began = time.monotonic()
     with pytest.raises(ExchangeTimeout, match="the second for rank 1"):
         order.make_room()

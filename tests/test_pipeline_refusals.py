@@ -57,6 +57,10 @@ STAGE_REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: client(devices="cpu:9").sp_stage(STAGE, PROMPT, None, LATENT),
         "8 attention heads cannot be dealt to 9 workers, each needs one; this model runs on 1 to 8",
     ),
+    "a transport for other devices": (
+        lambda: client(transport="nccl").sp_stage(STAGE, PROMPT, None, LATENT),
+        "transport nccl is for CUDA devices, and this exchange is for the CPU: choose auto, csrc, gloo",
+    ),
     "another model's latent": (
         lambda: client().sp_stage(STAGE, PROMPT, None, torch.zeros(1, 16, 2, 2, 3)),
         "the latent has 16 channels, this checkpoint's video latents have 128",

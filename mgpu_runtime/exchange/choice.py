@@ -50,8 +50,7 @@ def exchange_for(
     Raises ValueError for a transport that does not exist or is not for the device, ExchangeError, on every rank, where
     none works, or the one asked for does not.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"there is no transport {transport!r} of the exchange: choose one of {', '.join(TRANSPORTS)}")
+    _check_name(transport)
     if group is None or dist.get_world_size(group) == 1:
         return OneRank()
     device, names = _same_for_all(group, transport, device)
@@ -75,7 +74,7 @@ def _same_for_all(
     refusal = None
     try:
         device = _device(group, device)
-        names = _names(transport, device)
+        names = candidates(transport, device.type)
         mine = f"{transport} on {device.type}"
     except ValueError as error:
         refusal, mine = error, "nothing, for it cannot take part"
@@ -88,19 +87,28 @@ def _same_for_all(
     return device, names
 
 
-def _names(transport: str, device: torch.device) -> tuple[str, ...]:
-    """Returns what to try, the fastest first. Raises ValueError where a transport is not for the device."""
-    if device.type not in _OPENERS:
-        raise ValueError(f"the exchange moves tensors of CUDA devices and of the CPU, not of {device}")
-    names = tuple(_OPENERS[device.type])
+def candidates(transport: str, device_type: str) -> tuple[str, ...]:
+    """Returns what `exchange_for` would try for "cpu" or "cuda", the fastest first. Needs no group.
+
+    Raises ValueError for a transport that does not exist or is not for the device.
+    """
+    _check_name(transport)
+    if device_type not in _OPENERS:
+        raise ValueError(f"the exchange moves tensors of CUDA devices and of the CPU, not of {device_type}")
+    names = tuple(_OPENERS[device_type])
     if transport == "auto":
         return names
     if transport not in names:
-        other = "the CPU" if device.type == "cuda" else "CUDA devices"
+        other, here = ("the CPU", "CUDA devices") if device_type == "cuda" else ("CUDA devices", "the CPU")
         raise ValueError(
-            f"transport {transport} is for {other}, and this exchange is for {device}: choose auto, {', '.join(names)}"
+            f"transport {transport} is for {other}, and this exchange is for {here}: choose auto, {', '.join(names)}"
         )
     return (transport,)
+
+
+def _check_name(transport: str) -> None:
+    if transport not in TRANSPORTS:
+        raise ValueError(f"there is no transport {transport!r} of the exchange: choose one of {', '.join(TRANSPORTS)}")
 
 
 def _attempt(

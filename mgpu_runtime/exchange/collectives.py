@@ -108,7 +108,7 @@ class Collectives(All2All):
         except RuntimeError as error:  # torch's word for a rank that has left the group
             raise self._fail(error, what) from error
         if watched:
-            self._order.add(self._count, what, arrived, sent.work)
+            self._order.add(self._count, what, arrived, sent.work, self.timeout)
         return _Posted(self, sent, self._count, what)
 
     def _refuse_if_broken(self) -> None:
@@ -159,12 +159,13 @@ class Collectives(All2All):
             wait.check_gone()
             raise
 
-    def _begin_wait(self, number: int, what: str) -> Wait:
+    def _begin_wait(self, number: int, what: str, least: float = 0.0) -> Wait:
+        """Begins to wait for an exchange, for `least` seconds or the timeout, whichever is more."""
         board = self._board
         return Wait(
             self.rank,
             what,
-            self.timeout,
+            max(self.timeout, least),
             (lambda: board.missing(number)) if board is not None else (lambda: ()),
             processes=self._processes,
             wait_while_busy=self._wait_while_busy,

@@ -14,6 +14,7 @@ from .all2all import DEFAULT_TIMEOUT, All2All, Done, Pending, result_shape
 from .collectives import Collectives
 from .errors import ExchangeError
 from .layout import Geometry, Move
+from .stream_order import refuse_capture
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _ACCESS = 16  # bytes it moves at once
@@ -76,20 +77,26 @@ class LTXKernels(All2All):
 
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         self._rest.timeout = self.timeout
+        refuse_capture(self.transport)  # whose turn it is would be the same in every replay
         if not _fits(geometry, x):
             self._say_once(geometry, x)
             return self._rest._start(geometry, x)
+        try:
+            return Done(self._move(geometry, x.detach().contiguous()))
+        except (TypeError, AttributeError) as error:
+            raise ExchangeError(f"the installed package ltx_kernels has another interface: {error}") from error
+
+    def _move(self, geometry: Geometry, x: Tensor) -> Tensor:
         pair = self._pairs.get(x.dtype)
         if pair is None:
             pair = self._pairs[x.dtype] = _Pair(self, x.dtype)
         instance = pair.next(geometry, x)
-        x = x.detach().contiguous()
         if geometry.move is Move.SEND_RECV_HEADS:
-            return Done(instance.send_recv_heads(x, copy_out=True))
+            return instance.send_recv_heads(x, copy_out=True)
         if geometry.move is Move.GATHER_HEADS:
-            return Done(instance.gather_heads(x, copy_out=True))
+            return instance.gather_heads(x, copy_out=True)
         result = instance.allgather(x.flatten(2).unsqueeze(2), copy_out=True)
-        return Done(result.view(result_shape(geometry, self.rank, x)))
+        return result.view(result_shape(geometry, self.rank, x))
 
     def _say_once(self, geometry: Geometry, x: Tensor) -> None:
         if not self._said and self.rank == 0:

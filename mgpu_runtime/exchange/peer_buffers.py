@@ -210,8 +210,10 @@ class _Memory:
 
 
 def _view(address: int, size: int, device: torch.device) -> Tensor:
-    tensor = torch.as_tensor(_Memory(address, size), device=device)
-    assert tensor.data_ptr() == address, "torch copied the bank: the memory is on another device than its rank"
+    with torch.inference_mode(False):  # else its views could not be written to outside of that mode
+        tensor = torch.as_tensor(_Memory(address, size), device=device)
+    if tensor.data_ptr() != address:
+        raise ExchangeError(f"torch copied the memory for results, as it takes it for another device's than {device}")
     return tensor
 
 

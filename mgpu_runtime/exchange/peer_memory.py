@@ -37,6 +37,7 @@ from .errors import ExchangeError, peers_gone, timed_out
 from .layout import Banks, Geometry
 from .peer_buffers import NoRoom, PeerBuffers, Rows
 from .processes import Processes
+from .stream_order import refuse_capture
 
 FIRST_USE = 60.0  # seconds a wait lasts at least after the banks have grown: new sizes mean kernels to load or tune
 _LOOK = 0.5  # seconds between looks at whether the peers' processes live
@@ -117,11 +118,7 @@ class PeerMemory(All2All):
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         if x.device != self.device:
             raise ValueError(f"this exchange moves tensors of {self.device}, got one on {x.device}")
-        if torch.cuda.is_current_stream_capturing():
-            raise ExchangeError(
-                "transport csrc cannot be captured into a CUDA graph: compile without mode='reduce-overhead', or "
-                "choose transport nccl"
-            )
+        refuse_capture(self.transport)
         self.check()
         self._look_for_the_gone()
         reason = f"{geometry.move.value} was not started to its end"
@@ -232,9 +229,10 @@ class _Arriving:
 
     def wait(self) -> Tensor:
         exchange = self._exchange
-        bank = exchange._finish(self._number, self._banks).bank(self._bank)
-        if self._size == 0:
+        buffers = exchange._finish(self._number, self._banks)
+        if self._size == 0:  # there may be no bank yet
             return torch.empty(self._shape, dtype=self._dtype, device=exchange.device)
+        bank = buffers.bank(self._bank)
         result = bank[self._offset : self._offset + self._size].view(self._dtype).view(self._shape)
         return result.clone() if exchange.copy_out else result
 

@@ -14,6 +14,7 @@ from .all2all import DEFAULT_TIMEOUT, All2All, Pending, result_shape
 from .errors import ExchangeError
 from .layout import Banks, Geometry
 from .parts import got_from, sent_to
+from .stream_order import refuse_capture
 
 _FIRST_ROOM = 1 << 20  # bytes of one bank
 _READY = "ready"
@@ -96,7 +97,14 @@ class SymmetricMemory(All2All):
             raise ExchangeError(f"this exchange cannot be used any more: {self._broken}")
         if x.device.type != self.device.type:
             raise ValueError(f"{self.transport} moves {self.device.type} tensors, got one on {x.device}")
-        x = x.detach()
+        refuse_capture(self.transport)
+        try:
+            return self._push(geometry, x.detach())
+        except RuntimeError as error:  # the banks of the ranks may be out of step now
+            self._broken = str(error)
+            raise
+
+    def _push(self, geometry: Geometry, x: Tensor) -> Pending:
         bank, offsets = self._banks.place(geometry)
         room = self._room_for(max(self._banks.used))
         places = [bank * room.bank_bytes + offset for offset in offsets]
@@ -175,25 +183,36 @@ def _result(room: Room, places: list[int], geometry: Geometry, rank: int, x: Ten
 
 def _torch_room(group: dist.ProcessGroup, device: torch.device, bank_bytes: int) -> Room:
     """Makes symmetric memory. Collective. Raises ExchangeError, on every rank alike, where one cannot."""
-    own, reason = None, _READY
-    try:
-        from torch.distributed import _symmetric_memory as symm_mem
+    own, reason, size = None, _READY, (2 * bank_bytes,)
+    with torch.inference_mode(False):  # else it could not be written to outside of that mode
+        try:
+            from torch.distributed import _symmetric_memory as symm_mem
 
-        own = symm_mem.empty(2 * bank_bytes, dtype=torch.uint8, device=device)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        reason = f"torch {torch.__version__} cannot make symmetric memory here: {error}"
-    for said in gather_texts(group, reason):  # a rank that is alone in the rendezvous would wait for minutes
+            own = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            reason = f"torch {torch.__version__} cannot make symmetric memory here: {error}"
+        _agree(group, reason)  # a rank that is alone in the rendezvous would wait for minutes
+        try:
+            handle = symm_mem.rendezvous(own, group)
+            if handle is None:
+                raise ExchangeError("torch made no handle of the symmetric memory")
+            # Later versions of torch take the tensor out of a pool. Its handle is that of the whole block there, and
+            # get_buffer counts from the block's beginning, with one offset for all ranks.
+            offset = own.data_ptr() - handle.buffer_ptrs[handle.rank]
+            memory = [
+                own if rank == handle.rank else handle.get_buffer(rank, size, torch.uint8, offset)
+                for rank in range(handle.world_size)
+            ]
+        except RuntimeError as error:
+            reason = f"the GPUs cannot map each other's memory: {error}"
+    _agree(group, reason)
+    if len(set(gather_texts(group, str(offset)))) > 1:
+        raise ExchangeError("torch placed the ranks' symmetric memory unlike: start the workers anew")
+    return Room(memory, bank_bytes, lambda timeout: handle.barrier(0, max(1, round(timeout * 1000))))
+
+
+def _agree(group: dist.ProcessGroup, reason: str) -> None:
+    """Raises ExchangeError, on every rank alike, with the first reason that is not _READY."""
+    for said in gather_texts(group, reason):
         if said != _READY:
             raise ExchangeError(said)
-    try:
-        handle = symm_mem.rendezvous(own, group)
-        if handle is None:
-            raise ExchangeError("torch made no handle of the symmetric memory")
-        size = (2 * bank_bytes,)
-        memory = [
-            own if rank == handle.rank else handle.get_buffer(rank, size, torch.uint8)
-            for rank in range(handle.world_size)
-        ]
-    except RuntimeError as error:
-        raise ExchangeError(f"the GPUs cannot map each other's memory: {error}") from error
-    return Room(memory, bank_bytes, lambda timeout: handle.barrier(0, max(1, round(timeout * 1000))))

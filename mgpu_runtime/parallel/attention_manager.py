@@ -79,6 +79,12 @@ class AttentionManager:
     def world_size(self) -> int:
         return self.exchange.world_size
 
+    def check(self) -> None:
+        """Raises ExchangeTimeout where a GPU waited in vain, which it cannot say itself: once the GPU is done."""
+        whole, self.is_whole = self.is_whole, False
+        self.exchange.check()
+        self.is_whole = whole
+
     def close(self) -> None:
         """Gives back what the exchange holds."""
         self.exchange.close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..exchange.choice import candidates
 from ..fleet import Event, JobCancelled, MGPUController, Stream, current, parse_devices, stop
 from ..parallel.limits import check_heads
 from ..sampling.sizes import pixel_frames
@@ -72,7 +73,10 @@ class LTXClient:
         settings = self.settings
         facts = describe(settings.checkpoint_files(), settings.upsampler, settings.text_encoder)
         check_roles({slot: getattr(settings, slot) for slot in SLOTS.values()})
-        num_workers = len(self.devices)
+        devices = self.devices
+        num_workers = len(devices)
+        if num_workers > 1:
+            candidates(settings.transport, devices[0].split(":")[0])  # refuses one that is for other devices
         check_heads(facts.num_heads, num_workers)
         check_heads(facts.audio_num_heads, num_workers)
         return facts

@@ -138,7 +138,7 @@ class LTXModels:
     def check_exchange(self) -> None:
         """Raises ExchangeTimeout where a GPU waited in vain, which it cannot say itself: once the GPU is done."""
         if self._attention is not None:
-            self._attention.exchange.check()
+            self._attention.check()
 
     def close(self) -> None:
         """Closes the exchange; collective."""
