@@ -3,6 +3,7 @@
 Letters: B batch, T query tokens, S key tokens, H heads, D channels of a head, C channels of a token.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +29,23 @@ def attend_locally(q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, bias: Tensor 
 
 
 class Attend:
-    """Attends within this process. Parallel execution overrides both methods, and only them.
+    """Attends within this process. Parallel execution overrides these methods, and only them.
 
-    Values, then keys are handed over as soon as they are made, so that they can travel while the rest is computed.
+    Values, then keys, then queries are handed over as soon as they are made, so that they can travel while the rest is
+    computed, and whatever stands between the begin and the end of an attention.
     """
 
     def send(self, x_BSHD: Tensor) -> Any:
-        """Takes keys or values and returns what stands for them in the call that follows."""
+        """Takes values, then keys; returns what stands for them in the call that follows."""
         return x_BSHD
 
-    def __call__(self, q_BTHD: Tensor, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
-        """Returns (B, T, H, D); keys and values are what `send` gave for them, the values sent before the keys."""
-        return attend_locally(q_BTHD, sent_k, sent_v, bias)
+    def send_queries(self, q_BTHD: Tensor) -> Any:
+        """Takes queries, after the keys; returns what stands for them in the call that follows."""
+        return q_BTHD
+
+    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
+        """Returns (B, T, H, D), from what the other methods gave for queries, keys and values."""
+        return attend_locally(sent_q, sent_k, sent_v, bias)
 
 
 LOCAL = Attend()
@@ -52,12 +58,23 @@ def rotate(x_BTC: Tensor, table: RotaryTable, rope_type: str) -> Tensor:
     return apply_split_rotary_emb(x_BTC, table)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """An attention between its begin and its end: projected, and on its way to whoever attends."""
+
+    hidden_BTC: Tensor
+    v_BSHD: Tensor
+    sent: tuple[Any, Any, Any] | None  # queries, keys, values; None where no sample attends
+    bias: Tensor | None
+    keep: Keep | None
+
+
 class LTXAttentionProcessor:
     """Projects, rotates, attends, gates and projects out, as every attention of LTX-2 does.
 
-    `attend` is the only thing parallel execution changes. Keyword `keep` holds spatio-temporal guidance: a sample
-    that is not kept passes its value projection through instead of attending (it is still gated and projected out).
-    Where none is kept nothing is sent, on every rank alike.
+    `attend` is the only thing parallel execution changes. `keep` holds spatio-temporal guidance: a sample that is not
+    kept passes its value projection through instead of attending (it is still gated and projected out). Where none is
+    kept nothing is sent, on every rank alike.
     """
 
     # diffusers sets these two on a processor when a user picks a backend or its own context parallelism
@@ -77,20 +94,41 @@ class LTXAttentionProcessor:
         key_rotary_emb: RotaryTable | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        begun = self.begin(
+            attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, keep
+        )
+        return self.end(attn, begun)
+
+    def begin(
+        self,
+        attn: LTX2Attention,
+        hidden_BTC: Tensor,
+        source_BSC: Tensor | None = None,
+        bias: Tensor | None = None,
+        query_table: RotaryTable | None = None,
+        key_table: RotaryTable | None = None,
+        keep: Keep | None = None,
+    ) -> Begun:
+        """Projects and sends; what is computed before `end` overlaps that. Without a source it attends to itself."""
+        source = hidden_BTC if source_BSC is None else source_BSC
         v = attn.to_v(source).unflatten(2, (attn.heads, -1))
         if keep is not None and not keep.any:
-            out = v
-        else:
-            sent_v = self.attend.send(v)
-            key_table = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
-            sent_k = self.attend.send(_heads(attn, attn.norm_k(attn.to_k(source)), key_table))
-            q = _heads(attn, attn.norm_q(attn.to_q(hidden_states)), query_rotary_emb)
-            out = self.attend(q, sent_k, sent_v, attention_mask)
-            if keep is not None:
-                out = torch.where(keep.mask[:, None, None, None], out, v)
+            return Begun(hidden_BTC, v, None, bias, keep)
+        sent_v = self.attend.send(v)
+        key_table = query_table if key_table is None else key_table
+        sent_k = self.attend.send(_heads(attn, attn.norm_k(attn.to_k(source)), key_table))
+        sent_q = self.attend.send_queries(_heads(attn, attn.norm_q(attn.to_q(hidden_BTC)), query_table))
+        return Begun(hidden_BTC, v, (sent_q, sent_k, sent_v), bias, keep)
+
+    def end(self, attn: LTX2Attention, begun: Begun) -> Tensor:
+        """Attends, gates and projects out: (B, T, C)."""
+        out = begun.v_BSHD
+        if begun.sent is not None:
+            out = self.attend(*begun.sent, begun.bias)
+            if begun.keep is not None:
+                out = torch.where(begun.keep.mask[:, None, None, None], out, begun.v_BSHD)
         if attn.to_gate_logits is not None:
-            out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))).unsqueeze(-1)
+            out = out * (2.0 * torch.sigmoid(attn.to_gate_logits(begun.hidden_BTC))).unsqueeze(-1)
         return attn.to_out[0](out.flatten(2, 3))
 
 

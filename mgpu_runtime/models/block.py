@@ -1,7 +1,8 @@
 """One pass of both streams through a `diffusers` LTX-2 block, with each stream optional and perturbed on its own.
 
-Source of the order of operations: the published LTX-2 architecture as `diffusers` states it; v2a reads the video state
-from before a2v of the same block.
+Source of the operations: the published LTX-2 architecture as `diffusers` states it; v2a reads the video state from
+before a2v of the same block. Their order is our own where the result does not depend on it: an attention that waits for
+other ranks has other work between its begin and its end.
 
 Letters: B batch, T tokens, D width of a stream.
 """
@@ -13,7 +14,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from torch import Tensor
 
-from .attention import RotaryTable
+from .attention import Begun, RotaryTable
 from .streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO, Keep
 
 
@@ -78,21 +79,25 @@ def run_block(
 
     `keep` holds one entry per kind of perturbation; None keeps all samples.
     """
-    streams = []
-    if video is not None:
-        streams.append((video, _video_half(block), keep[VIDEO_SELF]))
+    halves = _video_half(block), _audio_half(block)
+    both = video is not None and audio is not None
+    video_rows, audio_rows = (
+        s and _rows(half.table, s.modulation) for s, half in zip((video, audio), halves, strict=True)
+    )
+    begun = video and _begin_self(video, halves[0], video_rows, keep[VIDEO_SELF])
     if audio is not None:
-        streams.append((audio, _audio_half(block), keep[AUDIO_SELF]))
-    rows = [_rows(half.table, stream.modulation) for stream, half, _ in streams]
-    for (stream, half, kept), row in zip(streams, rows, strict=True):
-        _attend_self(stream, half, row, kept)
-        _attend_text(stream, half, row)
-    if video is not None and audio is not None:
-        _attend_across(block, video, audio, keep)
-    for (stream, half, _), row in zip(streams, rows, strict=True):
-        shift, scale, gate = row[3:6]
-        modulated = half.norms[2](stream.hidden) * (1 + scale) + shift
-        stream.hidden = stream.hidden + half.feed_forward(modulated) * gate
+        _end_self(audio, halves[1], audio_rows, _begin_self(audio, halves[1], audio_rows, keep[AUDIO_SELF]))
+        _attend_text(audio, halves[1], audio_rows)
+    if video is not None:
+        _end_self(video, halves[0], video_rows, begun)
+        _attend_text(video, halves[0], video_rows)
+    to_audio = _attend_across(block, video, audio, keep) if both else None
+    if video is not None:
+        _feed_forward(video, halves[0], video_rows)
+    if to_audio is not None:
+        _end_video_to_audio(block, audio, to_audio, keep[VIDEO_TO_AUDIO])
+    if audio is not None:
+        _feed_forward(audio, halves[1], audio_rows)
 
 
 def _rows(table_RD: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
@@ -100,13 +105,22 @@ def _rows(table_RD: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
     return (table_RD + modulation.unflatten(-1, (table_RD.shape[0], -1))).unbind(2)
 
 
-def _attend_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], keep: Keep | None) -> None:
-    shift, scale, gate = row[:3]
+def _begin_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], keep: Keep | None) -> Begun:
+    shift, scale, _ = row[:3]
     modulated = half.norms[0](stream.hidden) * (1 + scale) + shift
-    attended = half.self_attention(
-        modulated, attention_mask=stream.self_bias, query_rotary_emb=stream.rotary, keep=keep
-    )
-    stream.hidden = stream.hidden + attended * gate
+    attention = half.self_attention
+    return attention.processor.begin(attention, modulated, bias=stream.self_bias, query_table=stream.rotary, keep=keep)
+
+
+def _end_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], begun: Begun) -> None:
+    attention = half.self_attention
+    stream.hidden = stream.hidden + attention.processor.end(attention, begun) * row[2]
+
+
+def _feed_forward(stream: BlockStream, half: _Half, row: Sequence[Tensor]) -> None:
+    shift, scale, gate = row[3:6]
+    modulated = half.norms[2](stream.hidden) * (1 + scale) + shift
+    stream.hidden = stream.hidden + half.feed_forward(modulated) * gate
 
 
 def _attend_text(stream: BlockStream, half: _Half, row: Sequence[Tensor]) -> None:
@@ -127,34 +141,41 @@ def _modulate_prompt(context: Tensor, table: Tensor, modulation: Tensor | None) 
 
 def _attend_across(
     block: LTX2VideoTransformerBlock, video: BlockStream, audio: BlockStream, keep: Sequence[Keep | None]
-) -> None:
+) -> Begun | None:
+    """Lets video attend to audio, and audio begin to attend to video; returns the latter, None where it does not."""
     to_video, to_audio = (_any_kept(keep[AUDIO_TO_VIDEO]), _any_kept(keep[VIDEO_TO_AUDIO]))
     if not (to_video or to_audio):
-        return
-    video_table = block.video_a2v_cross_attn_scale_shift_table
-    audio_table = block.audio_a2v_cross_attn_scale_shift_table
-    video_rows = _rows(video_table[:4], video.cross_modulation)
-    audio_rows = _rows(audio_table[:4], audio.cross_modulation)
+        return None
+    video_rows = _rows(block.video_a2v_cross_attn_scale_shift_table[:4], video.cross_modulation)
+    audio_rows = _rows(block.audio_a2v_cross_attn_scale_shift_table[:4], audio.cross_modulation)
     # both norms are taken before either result is added: v2a must see the video from before a2v
     video_norm, audio_norm = block.audio_to_video_norm(video.hidden), block.video_to_audio_norm(audio.hidden)
+    begun = None
+    if to_audio:
+        attention = block.video_to_audio_attn
+        begun = attention.processor.begin(
+            attention,
+            _scale_shift(audio_norm, audio_rows[2:]),
+            _scale_shift(video_norm, video_rows[2:]),
+            query_table=audio.cross_rotary,
+            key_table=video.cross_rotary,
+        )
     if to_video:
-        (gate,) = _rows(video_table[4:], video.cross_gate)
         attended = block.audio_to_video_attn(
             _scale_shift(video_norm, video_rows[:2]),
             encoder_hidden_states=_scale_shift(audio_norm, audio_rows[:2]),
             query_rotary_emb=video.cross_rotary,
             key_rotary_emb=audio.cross_rotary,
         )
+        (gate,) = _rows(block.video_a2v_cross_attn_scale_shift_table[4:], video.cross_gate)
         video.hidden = video.hidden + gate * _only_kept(attended, keep[AUDIO_TO_VIDEO])
-    if to_audio:
-        (gate,) = _rows(audio_table[4:], audio.cross_gate)
-        attended = block.video_to_audio_attn(
-            _scale_shift(audio_norm, audio_rows[2:]),
-            encoder_hidden_states=_scale_shift(video_norm, video_rows[2:]),
-            query_rotary_emb=audio.cross_rotary,
-            key_rotary_emb=video.cross_rotary,
-        )
-        audio.hidden = audio.hidden + gate * _only_kept(attended, keep[VIDEO_TO_AUDIO])
+    return begun
+
+
+def _end_video_to_audio(block: LTX2VideoTransformerBlock, audio: BlockStream, begun: Begun, keep: Keep | None) -> None:
+    attention = block.video_to_audio_attn
+    (gate,) = _rows(block.audio_a2v_cross_attn_scale_shift_table[4:], audio.cross_gate)
+    audio.hidden = audio.hidden + gate * _only_kept(attention.processor.end(attention, begun), keep)
 
 
 def _scale_shift(x: Tensor, rows: Sequence[Tensor]) -> Tensor:

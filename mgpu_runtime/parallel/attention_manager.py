@@ -6,6 +6,7 @@ world size, H heads, h heads of one rank, D channels of a head, A audio tokens.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,8 +180,11 @@ class _VideoSelf(Attend):
     def send(self, x: Tensor) -> Pending | Tensor:
         return self._manager.start(x)
 
-    def __call__(self, q: Tensor, sent_k: Pending | Tensor, sent_v: Pending | Tensor, bias: Tensor | None) -> Tensor:
-        v, k, q = self._manager.finish(sent_v, sent_k, self._manager.start(q))
+    def send_queries(self, q: Tensor) -> Pending | Tensor:
+        return self._manager.start(q)
+
+    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
+        v, k, q = self._manager.finish(sent_v, sent_k, sent_q)
         return self._manager.gather(attend_locally(q, k, v, bias))
 
 
@@ -190,7 +194,10 @@ class _VideoToAudio(_VideoSelf):
     Merging partial softmaxes instead would only be close, and its rounding would depend on the number of ranks.
     """
 
-    def __call__(self, q: Tensor, sent_k: Pending | Tensor, sent_v: Pending | Tensor, bias: Tensor | None) -> Tensor:
+    def send_queries(self, q: Tensor) -> Tensor:
+        return q  # every rank has them
+
+    def __call__(self, q: Tensor, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
         exchange = self._manager.exchange
         heads = deal(q.shape[2], exchange.world_size)
         own = q.narrow(2, starts(heads)[exchange.rank], heads[exchange.rank])
