@@ -23,11 +23,12 @@
 
 #define MAX_THREADS 64
 #define LINE 64 /* bytes of a cache line on x86, the unit in which streaming stores leave the core */
+#define RECENT 8 /* exchanges whose calls can still be compared; a power of two, as numbers wrap */
 
 enum how { PLAIN, STREAMING, STREAMING_AVX512 };
 
 /* Plain atomics work between processes only where they need no lock. */
-_Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free");
+_Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "atomics must be lock-free");
 
 /* Rows that one rank sends to another: row (b, t) lies first + b * batch_stride + t * token_stride bytes into the
  * sender's tensor and, in the same way, into the receiver's result. */
@@ -39,9 +40,10 @@ typedef struct {
 
 /* One sender's counter in a receiver's memory, alone in its cache lines (some cores fetch them in pairs). */
 typedef struct {
-    _Atomic uint32_t posted;  /* number of the sender's last exchange that is complete here */
-    _Atomic uint32_t waiting; /* 1 while the receiver sleeps on `posted` or is about to */
-    char unused[120];
+    _Atomic uint32_t posted;        /* number of the sender's last exchange that is complete here */
+    _Atomic uint32_t waiting;       /* 1 while the receiver sleeps on `posted` or is about to */
+    _Atomic uint64_t calls[RECENT]; /* by number modulo RECENT: a hash of the sender's calls up to that exchange */
+    char unused[56];
 } Slot;
 
 _Static_assert(sizeof(Slot) == 128, "Python lays the counters out in steps of 128 bytes");
@@ -155,16 +157,19 @@ static void *copy_shares(void *argument) {
     return NULL;
 }
 
-static void post(Slot *slot, uint32_t number) {
+static void post(Slot *slot, uint32_t number, uint64_t calls) {
+    /* Release: who sees this entry sees the earlier numbers in `posted`, and so that it took over an older one. */
+    atomic_store_explicit(&slot->calls[number % RECENT], calls, memory_order_release);
     /* Sequentially consistent, as is the sleeper's store to `waiting`: one of the two sees the other. */
     atomic_store(&slot->posted, number);
     if (atomic_load(&slot->waiting))
         syscall(SYS_futex, &slot->posted, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Copies blocks[r] into targets[r] of every rank and then posts `number` in slots[r], the own rank's last. */
+/* Copies blocks[r] into targets[r] of every rank and then posts `number`, and the hash `calls`, in slots[r], the own
+ * rank's last. */
 void exchange_send(const Block *blocks, const char *source, char *const *targets, Slot *const *slots, uint32_t rank,
-                   uint32_t world_size, uint32_t number, uint32_t num_threads, int streaming) {
+                   uint32_t world_size, uint32_t number, uint64_t calls, uint32_t num_threads, int streaming) {
     Share shares[MAX_THREADS];
     pthread_t threads[MAX_THREADS];
     uint32_t started = 1, first = (rank + 1) % world_size;
@@ -181,7 +186,7 @@ void exchange_send(const Block *blocks, const char *source, char *const *targets
             uint32_t to = (first + i) % world_size;
             copy_share(&shares[0], to);
             finish_streaming();
-            post(slots[to], number); /* at once, so that this peer need not wait for the others' rows */
+            post(slots[to], number, calls); /* at once, so that this peer need not wait for the others' rows */
         }
         return;
     }
@@ -189,7 +194,7 @@ void exchange_send(const Block *blocks, const char *source, char *const *targets
     for (uint32_t i = 1; i < started; i++)
         pthread_join(threads[i], NULL); /* joining orders the helpers' stores before the posts */
     for (uint32_t i = 0; i < world_size; i++)
-        post(slots[(first + i) % world_size], number);
+        post(slots[(first + i) % world_size], number, calls);
 }
 
 /* Copies one block from a result in shared memory, or within a process. */
@@ -200,6 +205,14 @@ void exchange_copy(const Block *block, const char *source, char *target, int str
 
 static int arrived(Slot *slot, uint32_t number) {
     return (int32_t)(atomic_load_explicit(&slot->posted, memory_order_acquire) - number) >= 0; /* numbers wrap */
+}
+
+/* Tells whether a sender that has posted `number` made other calls up to there than `calls`. Once it may have begun to
+ * post RECENT numbers more nobody can tell, but every later hash tells of the same calls. */
+static int strayed(Slot *slot, uint32_t number, uint64_t calls) {
+    uint64_t theirs = atomic_load_explicit(&slot->calls[number % RECENT], memory_order_acquire);
+    uint32_t ahead = atomic_load_explicit(&slot->posted, memory_order_acquire) - number;
+    return ahead < RECENT - 1 && theirs != calls;
 }
 
 static void sleep_on(Slot *slot, uint32_t number, int64_t nanoseconds) {
@@ -213,10 +226,13 @@ static void sleep_on(Slot *slot, uint32_t number, int64_t nanoseconds) {
 
 /* Waits until every rank has posted `number` or a later one in this rank's slots, spinning for at most `spin`
  * nanoseconds before it sleeps. Returns a bit for each rank that had not after `timeout` nanoseconds. May return
- * early with such bits, after a signal. */
-uint64_t exchange_wait(Slot *slots, uint32_t world_size, uint32_t number, int64_t timeout, int64_t spin) {
+ * early with such bits, after a signal. Sets in `*strays` a bit for each rank that had, but whose calls up to there
+ * have another hash than `calls`: it may have written its rows anywhere. */
+uint64_t exchange_wait(Slot *slots, uint32_t world_size, uint32_t number, uint64_t calls, uint64_t *strays,
+                       int64_t timeout, int64_t spin) {
     int64_t begin = now();
     uint64_t missing = 0;
+    *strays = 0;
     for (uint32_t i = 0; i < world_size; i++) {
         while (!arrived(&slots[i], number)) {
             int64_t waited = now() - begin;
@@ -231,6 +247,8 @@ uint64_t exchange_wait(Slot *slots, uint32_t world_size, uint32_t number, int64_
         }
         if (!arrived(&slots[i], number))
             missing |= (uint64_t)1 << i;
+        else if (strayed(&slots[i], number, calls))
+            *strays |= (uint64_t)1 << i;
     }
     return missing;
 }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mgpu_runtime.exchange import All2All, ExchangeError, exchange_for
+from mgpu_runtime.exchange.all2all import OneRank
 from mgpu_runtime.exchange.collectives import Collectives
 from tests.rank_group import RankFailed, RankGroup
 
@@ -213,6 +215,110 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(ranks: RankGroup) ->
         assert f"{2 * ranks.world_size + 1} tokens" in texts[2]
         assert "got 4 heads" in texts[3] and "of 3" in texts[3]
         assert "got (3,)" in texts[4] and "got (3, 4, 5)" in texts[5]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose values are another's, as a DTensor's are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("to be refused before anything is done with it")
+
+
+def without_memory() -> dict[str, torch.Tensor]:
+    """Returns tensors whose values do not lie where their strides say, by a word of the error that they cause."""
+    freed = torch.ones(1, 2, 4, 8)
+    freed.untyped_storage().resize_(0)
+    return {
+        "no memory": freed,
+        "on cpu whose": torch._efficientzerotensor((1, 2, 4, 8)),
+        "on meta": torch.ones(1, 2, 4, 8, device="meta"),
+        "a Wrapper": Wrapper(torch.ones(1, 2, 4, 8)),
+        "sparse_coo": torch.ones(1, 2, 4, 8).to_sparse(),
+        "quint2x4": torch.zeros(64, dtype=torch.uint8).view(torch.quint2x4).view(1, 2, 4, 8),
+    }
+
+
+def refuse_tensors(exchanges: dict[str, All2All]) -> list[str]:
+    wrong = []
+    for name, exchange in exchanges.items():
+        for word, x in without_memory().items():
+            try:
+                exchange.allgather(x)
+                wrong.append(f"{name} takes {word}")
+            except ValueError as error:
+                if word not in str(error) or "plain" not in str(error):
+                    wrong.append(f"{name}: {error}")
+        got = exchange.allgather(torch.full((1, 1), float(exchange.rank)))
+        if got.flatten().tolist() != list(range(exchange.world_size)):
+            wrong.append(f"{name} cannot be used after refusals")
+    return wrong
+
+
+def test_tensors_without_plain_memory_are_refused(ranks: RankGroup) -> None:
+    assert ranks.ask(refuse_tensors) == [[]] * ranks.world_size
+
+
+class OneOfTwo(OneRank):
+    """An exchange with nobody at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+
+def test_vmap_and_fake_tensors_are_refused() -> None:  # here, as the ranks would need seconds to import these
+    exchange = OneOfTwo()
+    with pytest.raises(ValueError, match="plain tensors"):
+        torch.func.vmap(exchange.allgather)(torch.ones(2, 1, 2, 4, 8))
+    with torch._subclasses.FakeTensorMode(), pytest.raises(ValueError, match="FakeTensor"):
+        exchange.allgather(torch.ones(1, 2, 4, 8))
+
+
+def count_in_other_types(exchanges: dict[str, All2All]) -> list[str]:
+    wrong = []
+    for name, exchange in exchanges.items():
+        counts = list(range(1, exchange.world_size + 1))
+        x = torch.full((1, exchange.rank + 1), float(exchange.rank))
+        want = [float(rank) for rank in range(exchange.world_size) for _ in range(rank + 1)]
+        # csrc compares what the ranks said, which must not depend on the type
+        tokens = torch.tensor(counts) if exchange.rank else [numpy.int32(count) for count in counts]
+        if exchange.allgather(x, tokens).flatten().tolist() != want:
+            wrong.append(name)
+        for bad in (-1, 0.5):
+            try:
+                exchange.allgather(x, [*counts[:-1], bad])
+                wrong.append(f"{name} takes {bad}")
+            except ValueError:
+                pass
+    return wrong
+
+
+def test_token_counts_may_have_any_integer_type(ranks: RankGroup) -> None:
+    assert ranks.ask(count_in_other_types) == [[]] * ranks.world_size
+
+
+def wait_twice(exchanges: dict[str, All2All]) -> list[str]:
+    wrong = []
+    for name, exchange in exchanges.items():
+        pending = exchange.start_allgather(torch.ones(1, 1))
+        pending.wait()
+        try:
+            pending.wait()
+            wrong.append(name)
+        except ExchangeError:
+            pass
+        if exchange.allgather(torch.ones(1, 1)).shape[1] != exchange.world_size:
+            wrong.append(f"{name} afterwards")
+    return wrong
+
+
+def test_a_second_wait_is_refused_and_breaks_nothing(ranks: RankGroup) -> None:
+    assert ranks.ask(wait_twice) == [[]] * ranks.world_size
 
 
 @given(cases(1))

@@ -1,7 +1,10 @@
 """The choice between transports: what is taken, what is said, and that all ranks agree."""
 
 import logging
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgpu_runtime.exchange import ExchangeError, choice, exchange_for, self_test
+from mgpu_runtime.exchange import All2All, ExchangeError, board, choice, exchange_for, self_test
 from mgpu_runtime.exchange.all2all import Done
 from mgpu_runtime.exchange.collectives import Collectives
 from mgpu_runtime.exchange.layout import Geometry
 from mgpu_runtime.exchange.ltx_kernels_adapter import LTXKernels
 from mgpu_runtime.exchange.symmetric import Room, SymmetricMemory
+from tests.rank_group import RankGroup
 from tests.spawn import run
 
 CPU = torch.device("cpu")
@@ -72,6 +76,13 @@ def _opener(kind: type[Collectives], fails_on: int | None = None) -> Callable:
     return open_it
 
 
+def _early(group: dist.ProcessGroup, device: torch.device, settings) -> Collectives:
+    """Fails on rank 1 before the ranks have told each other anything."""
+    if dist.get_rank(group) == 1:
+        raise AttributeError("this version has no such function")
+    return Collectives.open(group, device)
+
+
 def _refused(call: Callable[[], object]) -> tuple[str, str]:
     """Returns the type and text of what a call raises."""
     try:
@@ -116,6 +127,7 @@ def _choices(rank: int, group: dist.ProcessGroup, empty: str) -> dict[str, objec
         "stuck": _opener(_Stuck),
         "one fails": _opener(_Odd, fails_on=1),
         "all fail": _opener(_Odd, fails_on=rank),
+        "one fails early": _early,
     }.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(choice._OPENERS, "cpu", {"csrc": opener, "gloo": gloo})
@@ -188,7 +200,81 @@ def test_b118_a_transport_that_fails_anywhere_is_closed_everywhere_and_the_next_
         assert rank["stuck"] == (f"gloo, 2 workers (csrc: {wrong})", 1)
         assert rank["one fails"][0] == "gloo, 2 workers (csrc: on rank 1: CUDA error: peer access is not supported)"
         assert rank["one fails"][1] == (1 if number == 0 else 0)
+        assert rank["one fails early"] == ("gloo, 2 workers (csrc: on rank 1: this version has no such function)", 0)
         assert rank["all fail"] == ("gloo, 2 workers (csrc: CUDA error: peer access is not supported)", 0)
+
+
+def test_arguments_are_checked_for_one_rank_as_well() -> None:
+    for timeout in (-1, 0, float("nan"), "10"):
+        with pytest.raises(ValueError, match="a number of seconds above 0, got "):
+            exchange_for(None, timeout=timeout)
+    with pytest.raises(ValueError, match="a process group that this process is a member of"):
+        exchange_for(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def _groups(rank: int, group: dist.ProcessGroup) -> tuple[list[dist.ProcessGroup], All2All]:
+    """Returns fresh groups, each good for one opening that fails, and an exchange over another."""
+    return [dist.new_group() for _ in range(3)], exchange_for(group, transport="gloo", timeout=1.0)
+
+
+def _told(call: Callable[[], object]) -> tuple[str, str, tuple[int, ...], float]:
+    """Returns the type, the text and the missing ranks of what a call raises, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except ExchangeError as error:
+        return type(error).__name__, str(error), getattr(error, "missing", ()), time.monotonic() - began
+    return "nothing", "", (), 0.0
+
+
+class _Struck:
+    """Stands for Collectives, and sends this process a signal before it opens."""
+
+    def __init__(self, sent: int) -> None:
+        self._sent = sent
+
+    def open(self, *arguments, **keywords) -> Collectives:
+        os.kill(os.getpid(), self._sent)
+        return Collectives.open(*arguments, **keywords)
+
+
+def _open_over(state: tuple, number: int, sent: int) -> tuple[str, str, tuple[int, ...], float]:
+    """Opens an exchange over one of the groups; in the middle of it this process sends itself a signal, if any."""
+    with pytest.MonkeyPatch.context() as patch:
+        if number == 0:  # where the other does not come
+            patch.setattr(choice, "FIRST_SECONDS", 0.7)
+        if sent:
+            patch.setattr(choice, "Collectives", _Struck(sent))
+            patch.setattr(board, "_SECONDS", 0.5)
+        return _told(lambda: exchange_for(state[0][number], transport="gloo", timeout=0.7))
+
+
+def _exchange_over(state: tuple) -> tuple[str, str, tuple[int, ...], float]:
+    return _told(lambda: state[1].send_recv_heads(torch.ones(1, 2, 4, 8)))
+
+
+def test_a_rank_that_is_lost_while_opening_is_named_and_nobody_hangs() -> None:
+    with RankGroup(2, _groups) as ranks:
+        ranks.tell(0, _open_over, 0, 0)  # alone
+        kind, text, missing, seconds = ranks.hear(0)
+        assert (kind, missing) == ("ExchangeTimeout", ()) and "cannot tell for which" in text and 0.7 <= seconds < 3.0
+
+        ranks.tell(0, _open_over, 1, 0)
+        ranks.tell(1, _open_over, 1, signal.SIGSTOP)
+        kind, text, missing, seconds = ranks.hear(0)
+        assert (kind, missing) == ("ExchangeTimeout", (1,)) and 0.7 <= seconds < 5.0
+        assert "the process of rank 1 is stopped" in text
+        ranks.resume(1)
+        kind, _, _, seconds = ranks.hear(1)  # it may find what the other said before that one left
+        assert kind == "ExchangeTimeout"
+
+        ranks.tell(0, _open_over, 2, 0)
+        ranks.tell(1, _open_over, 2, signal.SIGKILL)
+        kind, text, missing, seconds = ranks.hear(0)
+        assert (kind, missing) == ("PeerGone", (1,)) and seconds < 4.0
+        ranks.tell(0, _exchange_over)
+        kind, text, missing, seconds = ranks.hear(0)
+        assert (kind, missing) == ("PeerGone", (1,)) and "send_recv_heads" in text and seconds < 4.0
 
 
 class _Never:

@@ -1,16 +1,20 @@
 """The exchange over torch.distributed's collectives, and what it waits with."""
 
+import errno
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_runtime.exchange import ExchangeError, ExchangeTimeout
+from mgpu_runtime.exchange import ExchangeError, ExchangeTimeout, board, processes
 from mgpu_runtime.exchange.agree import gather_texts
 from mgpu_runtime.exchange.collectives import Collectives
 from mgpu_runtime.exchange.errors import PeerGone
-from mgpu_runtime.exchange.layout import deal, starts
+from mgpu_runtime.exchange.layout import Geometry, Move, deal, starts
+from mgpu_runtime.exchange.posting import Scratch
 from mgpu_runtime.exchange.processes import Processes
 from mgpu_runtime.exchange.stream_order import StreamOrder
 from mgpu_runtime.exchange.waiting import Wait
@@ -64,6 +68,10 @@ def _moves(rank: int, group: dist.ProcessGroup) -> list[str]:
         with torch.inference_mode():
             wrong += _wrong(exchange, 2, (3,) * world_size, 4, torch.float32)
         wrong += _wrong(exchange, 2, (3,) * world_size, 4, torch.float32)  # buffers are used in both modes
+        number = torch.complex(torch.full((1, world_size, 4, D), 1.0 + rank), torch.ones(1, world_size, 4, D)).conj()
+        for x in (number, number.imag):  # torch notes that they are conjugate and negative, and leaves the bytes
+            if not torch.equal(exchange.gather_heads(exchange.send_recv_heads(x), None, 4), x):
+                wrong.append(f"a tensor whose bytes are another number's: {x.dtype}")
         exchange.close()
         exchange.close()
     return wrong
@@ -99,7 +107,14 @@ def _late(rank: int, group: dist.ProcessGroup) -> dict[str, object]:
             seen[name] = (str(error), error.missing, time.monotonic() - began)
             with pytest.raises(ExchangeError, match="cannot be used any more: rank 0 waited 0.4 s"):
                 exchange.send_recv_heads(x)
-    with pytest.raises(ValueError, match="moves cpu tensors, got one on meta"):
+    at_odds = Collectives.open(dist.new_group(), CPU, timeout=5.0)  # a group that is out of step afterwards
+    if rank == 1:
+        time.sleep(0.3)  # by then the other has posted its own, and would be ended by gloo
+    began = time.monotonic()
+    with pytest.raises(ExchangeError) as caught:
+        at_odds.send_recv_heads(torch.ones(1, 2 + rank, 4, 8))
+    seen["at odds"] = (str(caught.value), time.monotonic() - began)
+    with pytest.raises(ValueError, match="got one on meta"):
         patient.send_recv_heads(x.to("meta"))
     seen["texts"] = gather_texts(group, "é" * rank)
     return seen
@@ -113,6 +128,9 @@ def test_a_late_rank_is_named_and_a_busy_one_waited_for() -> None:
     text, missing, _ = first["blind"]
     assert missing == () and "cannot tell" in text
     assert "strict" not in second and first["texts"] == ["", "é"]
+    for rank, seen in enumerate((first, second)):
+        text, seconds = seen["at odds"]
+        assert f"rank {1 - rank} called another method there, or one with other sizes" in text and seconds < 2.0
 
 
 class _Life(Processes):
@@ -130,6 +148,79 @@ class _Life(Processes):
 
     def is_stopped(self, rank: int) -> bool:
         return self._stopped
+
+
+def _opened(page_of: int) -> board.Board:
+    """Returns a board of two ranks of its own."""
+    return board.Board(page_of, 2, board.mmap.mmap(-1, board.mmap.PAGESIZE))
+
+
+def test_the_board_tells_who_is_at_odds_and_says_nothing_of_what_is_over() -> None:
+    mine = _opened(0)
+    other = board.Board(1, 2, mine._page)
+    usual, odd = (Geometry(Move.SEND_RECV_HEADS, 1, (2, n), (2, 2), 8) for n in (2, 3))
+    mine.started(1, usual)
+    assert mine.unlike(1) == []  # the other has not come to it
+    other.started(1, odd)
+    assert mine.unlike(1) == [1] and other.unlike(1) == [0]
+    for number in range(2, 40):
+        other.started(number, odd)
+    assert mine.unlike(1) == [] and mine.missing(2) == [0]
+    other._numbers.release()
+    mine.close()
+
+
+def test_only_the_page_that_was_meant_is_mapped(tmp_path) -> None:
+    size, token = board.mmap.PAGESIZE, os.urandom(16)
+    file, other = board._create(size, token), os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.write(other, token.ljust(size, b"x"))
+    try:
+        for place in (
+            f"{file} {os.urandom(16).hex()}",
+            f"{other} {token.hex()}",
+            f"{other + 99} {token.hex()}",
+            "none",
+        ):
+            assert board._map(os.getpid(), place, size) is None
+        assert board._map(os.getpid(), f"{file} {token.hex()}", 2 * size) is None
+        page = board._map(os.getpid(), f"{file} {token.hex()}", size)
+        assert page[:16] == token
+        page.close()
+        assert board._create(-1, token) is None
+    finally:
+        os.close(file)
+        os.close(other)
+
+
+def test_a_proc_of_other_processes_shows_nothing(monkeypatch) -> None:
+    here = processes._record()
+    assert Processes(0, [here, here]).all_here()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)  # as in a pid namespace that still has the /proc of another
+        hidden = [processes._record() for _ in range(2)]
+    assert [Processes(0, hidden).pid(rank) for rank in range(2)] == [None, None]
+    assert Processes(1, [here, hidden[0]]).pid(0) is None
+    with pytest.raises(ExchangeError, match="out of step: rank 1 says 'mapped'"):
+        Processes(0, [here, "mapped"])
+
+
+def test_without_descriptors_a_process_is_neither_gone_nor_busy(monkeypatch) -> None:
+    others = Processes(0, [processes._record()] * 2)
+
+    def read_text(*arguments, **keywords) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert not (others.is_gone(1) or others.was_busy(1) or others.is_stopped(1))
+    assert processes._record().endswith("hidden")
+
+
+def test_a_buffer_that_comes_back_twice_is_lent_once() -> None:
+    scratch, like = Scratch(keep=4), torch.empty(0)
+    buffer = scratch.take(100, like)
+    scratch.give(buffer)
+    scratch.give(buffer)
+    assert scratch.take(100, like).data_ptr() != scratch.take(100, like).data_ptr()
 
 
 def _until_raised(wait: Wait, seconds: float) -> ExchangeError | None:
@@ -161,6 +252,15 @@ def test_a_wait_ends_when_it_should(life, patient, waiting, kind, words) -> None
     assert type(error) is (kind or type(None))
     if kind is not None:
         assert words in str(error) and error.missing == (1,)
+
+
+def test_a_stopped_rank_need_not_be_waited_for_to_the_end_and_is_named_by_the_world_s_number_too() -> None:
+    life = _Life(stopped=True)
+    life.global_ranks = (3, 5)
+    wait = Wait(0, "this", 60.0, lambda: (), processes=life, stopped_after=0.3)
+    error = _until_raised(wait, 3.0)
+    assert str(error).startswith("rank 0 of the group (rank 3) waited 0.3 s in this for rank 1 of the group (rank 5); ")
+    assert error.missing == (1,)
 
 
 def test_what_a_rank_sent_before_its_end_may_still_arrive() -> None:

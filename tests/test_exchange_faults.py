@@ -126,6 +126,16 @@ def test_a_rank_that_works_is_waited_for_and_one_that_sleeps_is_not(ranks: RankG
     ranks.hear(last)
 
 
+def test_two_killed_ranks_are_both_named() -> None:
+    with RankGroup(3, set_up) as ranks:
+        opened(ranks, "csrc")
+        for rank in (1, 2):
+            ranks.kill(rank)
+        ranks.tell(0, do_exchange, "csrc")
+        kind, text, missing, seconds = ranks.hear(0)
+        assert kind == "PeerGone" and missing == (1, 2) and "ranks 1 and 2" in text and seconds < TIMEOUT
+
+
 def test_nobody_hangs_when_a_rank_is_killed(ranks: RankGroup) -> None:
     transports = [name for name in TRANSPORTS if not ranks.ask(open_exchange, name, True)[0]]
     if ranks.world_size == 3:  # each transport is once the first to meet the dead rank

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_runtime.exchange import ExchangeError, exchange_for, native, shared_memory
-from mgpu_runtime.exchange.segment import Segment
+from mgpu_runtime.exchange.segment import Segment, free_memory
 from mgpu_runtime.exchange.shared_memory import SharedMemory
 from tests.rank_group import RankGroup
 
@@ -297,60 +297,6 @@ def test_many_more_exchanges_at_uneven_speed() -> None:
             assert len(set(counts)) == 1 and counts[0] > 2000
 
 
-def test_no_compiler_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ExchangeError, match="no C compiler found; install gcc"):
-        native.cpu_library()
-    assert any("no C compiler found" in line for line in native.build_all())
-
-
-def test_a_library_that_was_built_before_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path))
-    try:
-        native.cpu_library()
-    except ExchangeError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("CC", "/no/compiler")
-    assert native.cpu_library().exchange_wait
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda image: b"", lambda image: image[: len(image) // 2], lambda image: b"x" + image]
-)
-def test_a_broken_file_in_the_cache_is_built_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
-) -> None:
-    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path))
-    try:
-        path = native._library(native._cpu_target())
-        native._build(native._cpu_target(), native._compiler(native._cpu_target()), path)
-    except ExchangeError as error:
-        pytest.skip(str(error))
-    path.write_bytes(damage(path.read_bytes()))
-    assert native.cpu_library().exchange_wait
-    assert native._is_whole(path)
-
-
-def test_a_compiler_s_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'a warning'\necho 'fatal error: no stdatomic.h' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(ExchangeError, match="could not build exchange_cpu.c: fatal error: no stdatomic.h"):
-        native.cpu_library()
-    assert not list((tmp_path / "cache").glob("*.so"))
-
-
-def test_a_cache_that_others_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path))
-    with pytest.raises(ExchangeError, match="others may write"):
-        native.cpu_library()
-
-
 def test_a_segment_is_known_by_its_token_and_cannot_shrink() -> None:
     own = Segment.create()
     own.note = "grün"
@@ -362,3 +308,43 @@ def test_a_segment_is_known_by_its_token_and_cannot_shrink() -> None:
         os.ftruncate(own.descriptor, 4096)
     peer.close()
     own.close()
+
+
+def test_an_empty_file_in_place_of_a_peer_s_memory_is_an_error(tmp_path: Path) -> None:
+    with open(tmp_path / "empty", "w+") as file, pytest.raises(ExchangeError, match="not the one that was meant"):
+        Segment.of_peer(os.getpid(), file.fileno(), "00" * 16)
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder", "limit"),
+    [
+        ("0::/", "", {"memory.max": 500, "memory.current": 400, "memory.stat": "inactive_file 7"}),
+        ("0::/a/b", "a", {"memory.max": 500, "memory.current": 400, "memory.stat": "anon 1\ninactive_file 7"}),
+        (
+            "5:cpu:/x\n4:memory:/not/seen\n0::/",
+            "memory",
+            {"memory.limit_in_bytes": 500, "memory.usage_in_bytes": 400, "memory.stat": "total_inactive_file 7"},
+        ),
+        (
+            "4:cpu,memory:/own",
+            "memory/own",
+            {"memory.limit_in_bytes": 500, "memory.usage_in_bytes": 400, "memory.stat": "total_inactive_file 7"},
+        ),
+    ],
+)
+def test_free_memory_is_what_the_tightest_control_group_leaves(
+    tmp_path: Path, lines: str, folder: str, limit: dict[str, int | str]
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    9 kB\n")
+    assert free_memory(proc, cgroups) == 9 * 1024
+    (proc / "self" / "cgroup").write_text(lines + "\n")
+    (cgroups / folder).mkdir(parents=True)
+    for name, value in limit.items():
+        (cgroups / folder / name).write_text(f"{value}\n")
+    assert free_memory(proc, cgroups) == 107
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        if name in limit:
+            (cgroups / folder / name).write_text("max\n" if name == "memory.max" else "9223372036854771712\n")
+    assert free_memory(proc, cgroups) == 9 * 1024

@@ -10,8 +10,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ..exchange.native import build_all
+    from ..exchange.native import CPU_NAME, NOT_BUILT, build_all
 
-    for line in build_all():
-        sys.stdout.write(f"{line}\n")
-    return 0
+    lines = build_all()
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return int(any(line.startswith(f"{CPU_NAME}: {NOT_BUILT}") for line in lines))

@@ -4,6 +4,7 @@ Letters: B batch, T tokens of the whole sequence, t tokens of one rank, W world 
 one rank, D channels of a head.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,28 +13,39 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from .errors import ExchangeError
 from .layout import Geometry, Move, deal
 
 DEFAULT_TIMEOUT = 10.0  # seconds
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_INTEGERS = (int, torch.SymInt)  # the second is a size of a graph that is being compiled, and must stay one
 
 
 class Pending(Protocol):
     """An exchange that has started; the ranks move data while this one computes."""
 
     def wait(self) -> Tensor:
-        """Returns the result; to be called once. Raises ExchangeTimeout, naming the ranks that did not arrive."""
+        """Returns the result. Raises ExchangeTimeout, naming the ranks that did not arrive.
+
+        To be called once, on every rank; raises ExchangeError the second time.
+        """
 
 
 class All2All(ABC):
     """Moves tensors between the ranks of one group, byte-exact; `gather_heads(send_recv_heads(x)) == x`.
 
-    Every rank of the group calls the same methods with fitting shapes in the same order, and waits in that order.
+    Every rank of the group calls the same methods with fitting shapes in the same order, waits in that order, and has
+    its starts and waits interleaved alike: where one waits before it starts the next exchange, all do. `csrc` on the
+    CPU raises ExchangeError on ranks that are out of step; the others may return wrong values or wait in vain.
+
     `tokens` holds the token count of every rank and may be uneven, zeros included; without it all ranks hold as many.
-    Heads are dealt by `deal`: the first H mod W ranks own one more. Inputs may be strided, and must not change between
-    a start and its wait. Not differentiable (see `ops`), not for several threads at once.
+    Heads are dealt by `deal`: the first H mod W ranks own one more. Inputs are plain tensors with memory of their own;
+    they may be strided, and must not change between a start and its wait. Not differentiable (see `ops`), not for
+    several threads at once.
 
     Where `copy_out` is False, transports that receive into buffers of their own return views of them: such a result is
-    good until this rank starts another exchange after having waited for it. True copies it out, and is always safe.
+    good until this rank starts another exchange after having waited for it. True copies it out, and is always safe. One
+    rank alone returns its input itself, whatever `copy_out` is.
 
     Attributes:
         transport: the name a user chooses it by.
@@ -70,29 +82,17 @@ class All2All(ABC):
 
     def start_send_recv_heads(self, x: Tensor, tokens: Sequence[int] | None = None) -> Pending:
         """Starts `send_recv_heads`; several exchanges may be started before the first is waited for."""
-        _check_dims(x, Move.SEND_RECV_HEADS)
-        counts = self._counts(x, tokens)
-        return self._begin(Move.SEND_RECV_HEADS, x, counts, deal(x.shape[2], self.world_size))
+        return self._begin(Move.SEND_RECV_HEADS, x, tokens)
 
     def start_gather_heads(
         self, x: Tensor, tokens: Sequence[int] | None = None, num_heads: int | None = None
     ) -> Pending:
         """Starts `gather_heads`."""
-        _check_dims(x, Move.GATHER_HEADS)
-        if tokens is None:
-            if x.shape[1] % self.world_size:
-                raise ValueError(
-                    f"{x.shape[1]} tokens do not divide over {self.world_size} ranks: say with tokens=[...] how many "
-                    "each rank gets"
-                )
-            tokens = (x.shape[1] // self.world_size,) * self.world_size
-        heads = deal(x.shape[2] * self.world_size if num_heads is None else num_heads, self.world_size)
-        return self._begin(Move.GATHER_HEADS, x, tuple(tokens), heads)
+        return self._begin(Move.GATHER_HEADS, x, tokens, num_heads)
 
     def start_allgather(self, x: Tensor, tokens: Sequence[int] | None = None) -> Pending:
         """Starts `allgather`."""
-        _check_dims(x, Move.ALLGATHER)
-        return self._begin(Move.ALLGATHER, x, self._counts(x, tokens), (1,) * self.world_size)
+        return self._begin(Move.ALLGATHER, x, tokens)
 
     @contextmanager
     def patience(self, timeout: float) -> Iterator[None]:
@@ -113,25 +113,58 @@ class All2All(ABC):
     def close(self) -> None:  # noqa: B027  (most transports hold nothing of their own)
         """Gives back buffers and descriptors; results that are views of them are lost. May be called twice."""
 
-    def _counts(self, x: Tensor, tokens: Sequence[int] | None) -> tuple[int, ...]:
-        return (x.shape[1],) * self.world_size if tokens is None else tuple(tokens)
-
-    def _begin(self, move: Move, x: Tensor, tokens: tuple[int, ...], heads: tuple[int, ...]) -> Pending:
-        if len(tokens) != self.world_size or min(tokens) < 0:
-            raise ValueError(f"tokens must hold a count for each of {self.world_size} ranks, got {list(tokens)}")
-        held = tokens[self.rank] if move is not Move.GATHER_HEADS else sum(tokens)
-        if x.shape[1] != held:
-            raise ValueError(f"{move.value} got {x.shape[1]} tokens where tokens={list(tokens)} says {held}")
-        if move is Move.GATHER_HEADS and x.shape[2] != heads[self.rank]:
-            raise ValueError(
-                f"gather_heads got {x.shape[2]} heads where rank {self.rank} of {self.world_size} owns "
-                f"{heads[self.rank]} of {sum(heads)}: say with num_heads how many all ranks hold"
-            )
+    def _begin(self, move: Move, x: Tensor, tokens: Sequence[int] | None, num_heads: int | None = None) -> Pending:
         if self.world_size == 1:
-            return Done(x)
+            self._shares(move, x, tokens, num_heads)
+            return _Once(Done(x))
+        try:
+            _check_memory(x, move)
+            shares = self._shares(move, x, tokens, num_heads)
+        except ValueError:
+            self._refused()
+            raise
         per_head = x.shape[3:] if move is not Move.ALLGATHER else x.shape[2:]
-        geometry = Geometry(move, x.shape[0], tokens, heads, per_head.numel() * x.element_size())
-        return self._start(geometry, x)
+        geometry = Geometry(move, x.shape[0], *shares, per_head.numel() * x.element_size())
+        return _Once(self._start(geometry, x))
+
+    def _shares(
+        self, move: Move, x: Tensor, tokens: Sequence[int] | None, num_heads: int | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the tokens and the heads of every rank. Raises ValueError where x does not fit them."""
+        _check_dims(x, move)
+        world_size = self.world_size
+        counts = self._counts(move, x) if tokens is None else _integers("tokens", tokens)
+        if len(counts) != world_size or min(counts) < 0:
+            raise ValueError(f"tokens must hold a count for each of {world_size} ranks, got {list(counts)}")
+        held = counts[self.rank] if move is not Move.GATHER_HEADS else sum(counts)
+        if x.shape[1] != held:
+            raise ValueError(f"{move.value} got {x.shape[1]} tokens where tokens={list(counts)} says {held}")
+        if move is Move.ALLGATHER:
+            return counts, (1,) * world_size
+        if move is Move.SEND_RECV_HEADS:
+            return counts, deal(x.shape[2], world_size)
+        total = x.shape[2] * world_size if num_heads is None else _integers("num_heads", (num_heads,))[0]
+        heads = deal(total, world_size)
+        if x.shape[2] != heads[self.rank]:
+            raise ValueError(
+                f"gather_heads got {x.shape[2]} heads where rank {self.rank} of {world_size} owns {heads[self.rank]} "
+                f"of {total}: say with num_heads how many all ranks hold"
+            )
+        return counts, heads
+
+    def _counts(self, move: Move, x: Tensor) -> tuple[int, ...]:
+        """Returns the tokens of every rank where all hold as many."""
+        if move is not Move.GATHER_HEADS:
+            return (x.shape[1],) * self.world_size
+        if x.shape[1] % self.world_size:
+            raise ValueError(
+                f"{x.shape[1]} tokens do not divide over {self.world_size} ranks: say with tokens=[...] how many each "
+                "rank gets"
+            )
+        return (x.shape[1] // self.world_size,) * self.world_size
+
+    def _refused(self) -> None:  # noqa: B027  (most transports cannot tell)
+        """Notes that a call was refused before it began, for transports that can tell a rank that is out of step."""
 
     @abstractmethod
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
@@ -151,8 +184,21 @@ class Done:
         return self._result
 
 
+class _Once:
+    """What the caller waits with. A second wait would have the ranks out of step, so it is refused."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+
+    def wait(self) -> Tensor:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise ExchangeError("this exchange has been waited for already: keep what wait() returned")
+        return pending.wait()
+
+
 class OneRank(All2All):
-    """The exchange of a single process: nothing moves."""
+    """The exchange of a single process: nothing moves, and the result is the input itself."""
 
     transport = "none"
 
@@ -176,3 +222,39 @@ def _check_dims(x: Tensor, move: Move) -> None:
     if x.dim() < least or (move is not Move.ALLGATHER and x.dim() != 4):
         wanted = "(B, tokens, ...)" if move is Move.ALLGATHER else "(B, tokens, heads, channels)"
         raise ValueError(f"{move.value} takes a tensor {wanted}, got {tuple(x.shape)}")
+
+
+def _integers(name: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """Returns counts that may be of other libraries' types as Python's own, which all ranks spell alike."""
+    try:
+        return tuple(count if isinstance(count, _INTEGERS) else operator.index(count) for count in counts)
+    except TypeError as error:
+        raise ValueError(f"{name} must be whole numbers: {error}") from error
+
+
+def _check_memory(x: Tensor, move: Move) -> None:
+    """Raises ValueError unless x's values lie in memory as its strides say, which is where transports read them."""
+    given = ""
+    if x.layout is not torch.strided or x.is_nested:
+        given = f"one with layout {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')}"
+    elif type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its values are those of tensors inside of it
+        given = f"a {type(x).__name__}"
+    elif x.dtype in _QUANTIZED:  # not `is_quantized`, which is false for a view of bytes
+        given = f"a quantized one ({x.dtype})"
+    elif not _has_memory(x):
+        given = f"one on {x.device} whose values lie in no memory"
+    if given:
+        raise ValueError(f"{move.value} takes plain tensors, strided and with memory of their own, and got {given}")
+
+
+def _has_memory(x: Tensor) -> bool:
+    if x.numel() == 0:
+        return True
+    try:
+        storage = x.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # torch's word for a tensor that stands for others, as inside of vmap
+        return False
+    strides = x.stride()
+    end = x.storage_offset() + sum(map(operator.mul, x.shape, strides)) - sum(strides) + 1
+    return address != 0 and end * x.element_size() <= size

@@ -1,23 +1,31 @@
 """The choice between transports: the fastest that works on every rank, and one line that says why."""
 
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .agree import gather_texts
+from .agree import FIRST_SECONDS, PATIENCE, agree_on, gather_texts, watching
 from .all2all import DEFAULT_TIMEOUT, All2All, OneRank
 from .collectives import Collectives
-from .errors import ExchangeError
+from .errors import AgreementLost, ExchangeError, ExchangeTimeout, GaveUp
 from .ltx_kernels_adapter import LTXKernels
+from .processes import Processes
 from .self_test import SECONDS, self_test
 from .symmetric import SymmetricMemory
 
 TRANSPORTS = ("auto", "csrc", "symmetric_memory", "ltx_kernels", "nccl", "gloo")
-AGREE_SECONDS = 600.0  # another rank may compile in the meantime
-_WORKS = "works"
+STEP_SECONDS = 30.0  # the ranks wait for each other where none has much to do
+COMPILE_SECONDS = {"cpu": 150.0, "cuda": 660.0}  # more than native.py gives a build and another process's before it
+# What opening or testing a transport may raise: bad luck, another version of something, a fault of this package. All
+# of it must reach the other ranks as words, or they would wait for this one.
+_FAILURES = (RuntimeError, OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError)
+_LOST = (ExchangeTimeout, AgreementLost)  # in opening: whoever goes on would be out of step with the others
 
 log = logging.getLogger("mgpu_runtime.exchange")
 
@@ -27,6 +35,11 @@ class _Settings:
     timeout: float
     copy_out: bool
     wait_while_busy: bool
+    processes: Processes
+
+    def own(self) -> dict[str, Any]:
+        """Returns what the exchange is told of how to wait and what to return."""
+        return {"timeout": self.timeout, "copy_out": self.copy_out, "wait_while_busy": self.wait_while_busy}
 
 
 Opener = Callable[[dist.ProcessGroup, torch.device, _Settings], All2All]
@@ -48,16 +61,22 @@ def exchange_for(
     that passes while the missing ranks' processes work is no error, where the transport can tell.
 
     Raises ValueError for a transport that does not exist or is not for the device, ExchangeError, on every rank, where
-    none works, or the one asked for does not.
+    none works, or the one asked for does not. A rank that does not come at all is waited for `timeout` or 60 seconds,
+    whichever is more, and cannot be named. One that ends or is stopped later is named, the former within seconds, the
+    latter once it has been stopped for `timeout` seconds. These raise PeerGone and ExchangeTimeout, and AgreementLost
+    where a rank is out of step; the group's collectives are of no more use then.
     """
-    _check_name(transport)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"the exchange needs a process group that this process is a member of, got {group!r}")
     if group is None or dist.get_world_size(group) == 1:
+        _check_arguments(transport, timeout)
         return OneRank()
-    device, names = _same_for_all(group, transport, device)
-    settings = _Settings(timeout, copy_out, wait_while_busy)
+    device, names, processes = _same_for_all(group, transport, device, timeout)
+    settings = _Settings(timeout, copy_out, wait_while_busy, processes)
     reasons: dict[str, str] = {}
     for name in names:
-        exchange, reason = _attempt(name, group, device, settings)
+        with watching(group, processes, timeout):
+            exchange, reason = _attempt(name, group, device, settings)
         if exchange is not None:
             exchange.description = _describe(exchange, reasons)
             if exchange.rank == 0:
@@ -68,23 +87,26 @@ def exchange_for(
 
 
 def _same_for_all(
-    group: dist.ProcessGroup, transport: str, device: torch.device | str | None
-) -> tuple[torch.device, tuple[str, ...]]:
-    """Returns the device and what to try, after all ranks have said that they mean the same."""
-    refusal = None
+    group: dist.ProcessGroup, transport: str, device: torch.device | str | None, timeout: float
+) -> tuple[torch.device, tuple[str, ...], Processes]:
+    """Returns the device, what to try, and the processes, after all ranks have said that they mean the same."""
+    refusal, patience = None, PATIENCE
     try:
+        _check_arguments(transport, timeout)
+        patience = timeout
         device = _device(group, device)
         names = candidates(transport, device.type)
         mine = f"{transport} on {device.type}"
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # the last two are torch's for what is no device
         refusal, mine = error, "nothing, for it cannot take part"
-    said = gather_texts(group, mine, timeout=AGREE_SECONDS)
+    processes = Processes.of(group, timeout=max(FIRST_SECONDS, patience))
+    said = gather_texts(group, mine, timeout=STEP_SECONDS, processes=processes, patience=patience)
     if refusal is not None:
         raise refusal
     if len(set(said)) > 1:
         wishes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
         raise ExchangeError(f"the ranks do not ask for the same exchange: {wishes}")
-    return device, names
+    return device, names, processes
 
 
 def candidates(transport: str, device_type: str) -> tuple[str, ...]:
@@ -106,6 +128,12 @@ def candidates(transport: str, device_type: str) -> tuple[str, ...]:
     return (transport,)
 
 
+def _check_arguments(transport: str, timeout: float) -> None:
+    _check_name(transport)
+    if not isinstance(timeout, Real) or math.isnan(timeout) or timeout <= 0:
+        raise ValueError(f"the exchange's timeout must be a number of seconds above 0, got {timeout!r}")
+
+
 def _check_name(transport: str) -> None:
     if transport not in TRANSPORTS:
         raise ValueError(f"there is no transport {transport!r} of the exchange: choose one of {', '.join(TRANSPORTS)}")
@@ -114,35 +142,44 @@ def _check_name(transport: str) -> None:
 def _attempt(
     name: str, group: dist.ProcessGroup, device: torch.device, settings: _Settings
 ) -> tuple[All2All | None, str]:
-    """Opens and tests one transport on all ranks. Returns it, or None and the reason, alike on every rank."""
-    exchange, reason = None, _WORKS
+    """Opens and tests one transport on all ranks. Returns it, or None and the reason, alike on every rank.
+
+    Raises ExchangeTimeout, PeerGone or AgreementLost where the ranks have lost each other.
+    """
+    opened: list[All2All] = []
+    seconds = COMPILE_SECONDS[device.type] if name == "csrc" else 2 * FIRST_SECONDS
     try:
-        exchange = _OPENERS[device.type][name](group, device, settings)
-    except (RuntimeError, OSError) as error:  # ExchangeError, and torch's word for a device or a group that fails
-        reason = _first_line(error)
-    reason = _agree(group, reason, AGREE_SECONDS)
-    if reason == _WORKS:
-        assert exchange is not None
-        try:
-            self_test(exchange, device)
-        except RuntimeError as error:
-            reason = _first_line(error)
-        reason = _agree(group, reason, 2 * SECONDS)
-    if reason == _WORKS:
-        return exchange, ""
-    if exchange is not None:
-        exchange.close()
-    return None, reason
+        opener = _OPENERS[device.type][name]
+        reason = _step(lambda: opened.append(opener(group, device, settings)), group, seconds, _LOST)
+        if not reason:
+            # A path that loses data also ends in a timeout here; whether a rank is lost the agreement behind it tells.
+            reason = _step(lambda: self_test(opened[0], device), group, 2 * SECONDS, (AgreementLost,))
+        return (None, reason) if reason else (opened.pop(), "")
+    finally:
+        for exchange in opened:
+            exchange.close()
 
 
-def _agree(group: dist.ProcessGroup, reason: str, timeout: float) -> str:
-    """Returns _WORKS if every rank says so, else the reason of the first that does not."""
-    said = gather_texts(group, reason, timeout=timeout)
-    failed = {rank: text for rank, text in enumerate(said) if text != _WORKS}
-    if not failed:
-        return _WORKS
-    rank, text = next(iter(failed.items()))
-    return text if len(failed) == len(said) else f"on rank {rank}: {text}"
+def _step(
+    do: Callable[[], object],
+    group: dist.ProcessGroup,
+    timeout: float,
+    lost: tuple[type[ExchangeError], ...],
+) -> str:
+    """Does a step of opening on this rank. Returns nothing, or why it failed on some rank, alike on every rank.
+
+    Raises what is of the types `lost` at once, and what `agree_on` raises.
+    """
+    failure = ""
+    try:
+        do()
+    except lost:
+        raise
+    except GaveUp as error:  # the ranks have agreed by that
+        return str(error)
+    except _FAILURES as error:
+        failure = _first_line(error)
+    return agree_on(group, failure, timeout=timeout)
 
 
 def _describe(exchange: All2All, reasons: dict[str, str]) -> str:
@@ -177,21 +214,25 @@ def _csrc(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -
     if device.type == "cpu":
         from .shared_memory import SharedMemory
 
-        return SharedMemory(group, **asdict(settings))
+        return SharedMemory(group, **settings.own())
     from .peer_memory import PeerMemory
 
     return PeerMemory(group, device=device, timeout=settings.timeout, copy_out=settings.copy_out)
 
 
+def _collectives(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -> All2All:
+    return Collectives.open(group, device, processes=settings.processes, **settings.own())
+
+
 _OPENERS: dict[str, dict[str, Opener]] = {
     "cpu": {
         "csrc": _csrc,
-        "gloo": lambda group, device, settings: Collectives.open(group, device, **asdict(settings)),
+        "gloo": _collectives,
     },
     "cuda": {
         "csrc": _csrc,
-        "symmetric_memory": lambda group, device, settings: SymmetricMemory.open(group, device, **asdict(settings)),
-        "ltx_kernels": lambda group, device, settings: LTXKernels.open(group, device, **asdict(settings)),
-        "nccl": lambda group, device, settings: Collectives.open(group, device, **asdict(settings)),
+        "symmetric_memory": lambda group, device, settings: SymmetricMemory.open(group, device, **settings.own()),
+        "ltx_kernels": lambda group, device, settings: LTXKernels.open(group, device, **settings.own()),
+        "nccl": _collectives,
     },
 }

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agree import device_of, gather_texts, wait_for
+from .agree import PATIENCE, device_of, gather_texts, wait_for
 from .all2all import DEFAULT_TIMEOUT, All2All, Done, Pending, result_shape
 from .board import Board
-from .errors import ExchangeError, ExchangeTimeout
+from .errors import ExchangeError, ExchangeTimeout, ranks
 from .layout import Geometry, Move
 from .posting import Scratch, Sent, collect, trade
 from .processes import Processes
@@ -64,13 +64,16 @@ class Collectives(All2All):
         timeout: float = DEFAULT_TIMEOUT,
         copy_out: bool = True,
         wait_while_busy: bool = False,
+        processes: Processes | None = None,
     ) -> Self:
         """Makes the exchange of a group whose collectives take tensors of `device`. Collective.
 
-        Raises ExchangeError where the group has no collectives for the device.
+        `processes` are the group's, where they are known. Raises ExchangeError where the group has no collectives for
+        the device, and what `gather_texts` raises where a rank does not take part.
         """
         _backend(group, device)
-        processes = Processes.of(group)
+        if processes is None:
+            processes = Processes.of(group)
         return cls(
             group,
             device=device,
@@ -78,8 +81,8 @@ class Collectives(All2All):
             copy_out=copy_out,
             wait_while_busy=wait_while_busy,
             processes=processes,
-            board=Board.of(group, processes),
-            has_all_to_all=_has_all_to_all(group, device),
+            board=Board.of(group, processes, patience=timeout),
+            has_all_to_all=_has_all_to_all(group, device, processes, timeout),
         )
 
     def close(self) -> None:
@@ -92,21 +95,22 @@ class Collectives(All2All):
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         self._check(x)
         what = f"{geometry.move.value} number {self._count + 1} over {self.transport}"
-        x = x.detach()
+        x = x.detach().resolve_conj().resolve_neg()  # the bytes that lie there are another number's
         self._count += 1
         if self._board is not None:
-            self._board.started(self._count)
+            self._board.started(self._count, geometry)
         if x.numel() == 0 and not any(geometry.result_bytes(rank) for rank in range(self.world_size)):
             return Done(x.new_empty(result_shape(geometry, self.rank, x)))
         both_ways = self._has_all_to_all and geometry.move is not Move.ALLGATHER
         watched = self._order is not None and not is_capturing()
         try:
+            self._refuse_unlike(self._count, what)
             if watched:
                 self._order.make_room()
                 arrived = mark(x.device)
             sent = (trade if both_ways else collect)(self.group, geometry, self.rank, x, self._scratch)
-        except RuntimeError as error:  # torch's word for a rank that has left the group
-            raise self._fail(error, what) from error
+        except (RuntimeError, OSError) as error:  # torch's word for a rank that has left the group is RuntimeError
+            raise self._fail(error, self._count, what) from error
         if watched:
             self._order.add(self._count, what, arrived, sent.work, self.timeout)
         return _Posted(self, sent, self._count, what)
@@ -120,12 +124,36 @@ class Collectives(All2All):
         if x.device.type != self.device.type:
             raise ValueError(f"{self.transport} moves {self.device.type} tensors, got one on {x.device}")
 
-    def _fail(self, error: RuntimeError, what: str) -> ExchangeError:
+    def _refuse_unlike(self, number: int, what: str) -> None:
+        """Raises ExchangeError where another rank's exchange is another one: gloo would end the process on its sizes.
+
+        Each rank says on the board what it does before it looks, and posts after that. So of two that are at odds the
+        later one posts nothing, and the earlier one finds this out while it waits.
+        """
+        unlike = self._board.unlike(number) if self._board is not None else ()
+        if unlike:
+            names = self._processes.global_ranks if self._processes is not None else ()
+            raise ExchangeError(
+                f"{ranks([self.rank], names)} cannot do {what}: {ranks(unlike, names)} called another method there, or "
+                "one with other sizes. All ranks must make the same calls in the same order, and mean the same tokens "
+                "and heads"
+            )
+
+    def _fail(self, error: RuntimeError | OSError, number: int, what: str) -> ExchangeError:
         """Closes the exchange to further use and returns what to raise."""
         if not isinstance(error, ExchangeError):
-            error = ExchangeError(f"rank {self.rank} cannot finish {what}: {error}")
+            error = self._explained(error, number, what)
         self._broken = str(error)
         return error
+
+    def _explained(self, error: RuntimeError | OSError, number: int, what: str) -> ExchangeError:
+        """Returns an error that names the ranks that are at odds, or have ended, if that is behind it."""
+        try:
+            self._refuse_unlike(number, what)
+            self._begin_wait(number, what).check_gone()
+        except ExchangeError as reason:
+            return reason
+        return ExchangeError(f"rank {self.rank} cannot finish {what}: {error}")
 
     def _finish(self, work: dist.Work, number: int, what: str) -> None:
         """Waits for a collective; the exchange is broken when that fails."""
@@ -135,8 +163,8 @@ class Collectives(All2All):
                 work.wait()  # orders the stream; the host does not wait
             else:
                 self._poll(work, number, what)
-        except RuntimeError as error:
-            raise self._fail(error, what) from error
+        except (RuntimeError, OSError) as error:
+            raise self._fail(error, number, what) from error
 
     def _poll(self, work: dist.Work, number: int, what: str) -> None:
         """Waits on the host, by looking: gloo's own wait would end the whole group when its time is up."""
@@ -153,20 +181,21 @@ class Collectives(All2All):
         finally:
             if board is not None:
                 board.wait_ends()
-        try:
-            work.wait(timedelta(seconds=1))  # raises what the collective met
-        except RuntimeError:
-            wait.check_gone()
-            raise
+        work.wait(timedelta(seconds=1))  # raises what the collective met
 
     def _begin_wait(self, number: int, what: str, least: float = 0.0) -> Wait:
         """Begins to wait for an exchange, for `least` seconds or the timeout, whichever is more."""
         board = self._board
+
+        def missing() -> list[int]:
+            self._refuse_unlike(number, what)
+            return board.missing(number)
+
         return Wait(
             self.rank,
             what,
             max(self.timeout, least),
-            (lambda: board.missing(number)) if board is not None else (lambda: ()),
+            missing if board is not None else (lambda: ()),
             processes=self._processes,
             wait_while_busy=self._wait_while_busy,
             waiting=board.waits if board is not None else (lambda rank: False),
@@ -195,20 +224,26 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     return name
 
 
-def _has_all_to_all(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _has_all_to_all(
+    group: dist.ProcessGroup, device: torch.device, processes: Processes | None = None, patience: float = PATIENCE
+) -> bool:
     """Tells, the same on every rank, whether the group's backend has a single-tensor all-to-all; gloo by its version.
 
     Collective. Raises ExchangeError where a rank is missing.
     """
+    what = "a first all-to-all"
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = torch.full((world_size,), rank, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     try:
-        wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), OPEN_TIMEOUT, "a first all-to-all")
+        wait = Wait(rank, what, OPEN_TIMEOUT, lambda: (), processes=processes, stopped_after=patience)
+        wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), wait)
         works = received.tolist() == list(range(world_size))
     except RuntimeError as error:
         # A peer that is gone must not be taken for a missing feature; one that has another version may be.
-        if "support" not in str(error) and not isinstance(error, ExchangeTimeout):
+        if "support" not in str(error) and (not isinstance(error, ExchangeTimeout) or error.missing):
             raise
         works = False
-    return all(text == "yes" for text in gather_texts(group, "yes" if works else "no", timeout=OPEN_TIMEOUT))
+    timeout = 2 * OPEN_TIMEOUT  # others may have waited in vain before they come here
+    said = gather_texts(group, "yes" if works else "no", timeout=timeout, processes=processes, patience=patience)
+    return all(text == "yes" for text in said)

@@ -19,13 +19,30 @@ class PeerGone(ExchangeTimeout):
     """Ranks will never arrive: their processes have ended. `missing` names them."""
 
 
+class AgreementLost(ExchangeError):
+    """A rank has left the ranks' agreement on an exchange, or says there what belongs elsewhere."""
+
+
+class GaveUp(ExchangeError):
+    """Another rank has failed in opening a transport, and the ranks have agreed by that to do without it."""
+
+
 def timed_out(
-    rank: int, what: str, timeout: float, missing: Sequence[int], stopped: Sequence[int] = ()
+    rank: int,
+    what: str,
+    timeout: float,
+    missing: Sequence[int],
+    stopped: Sequence[int] = (),
+    global_ranks: Sequence[int] = (),
 ) -> ExchangeError:
-    """Returns the error of a rank that waited `timeout` seconds in vain; `stopped` are those known to stand still."""
-    text = f"rank {rank} waited {timeout:g} s in {what} for {ranks(missing)}"
+    """Returns the error of a rank that waited `timeout` seconds in vain; `stopped` are those known to stand still.
+
+    `global_ranks` holds the ranks of the group's members in the world, where those are others.
+    """
+    waiting, awaited = ranks([rank], global_ranks), ranks(missing, global_ranks)
+    text = f"{waiting} waited {timeout:g} s in {what} for {awaited}"
     if stopped:
-        text += f"; the process of {ranks(stopped)} is stopped and must be continued or ended"
+        text += f"; the process of {ranks(stopped, global_ranks)} is stopped and must be continued or ended"
     elif missing:
         text += ". Look for an error there; if it only needs longer, raise the exchange's timeout"
     else:
@@ -33,19 +50,24 @@ def timed_out(
     return ExchangeTimeout(text, missing)
 
 
-def peers_gone(rank: int, what: str, missing: Sequence[int]) -> PeerGone:
+def peers_gone(rank: int, what: str, missing: Sequence[int], global_ranks: Sequence[int] = ()) -> PeerGone:
     """Returns the error of a rank whose peers' processes have ended."""
     return PeerGone(
-        f"rank {rank} cannot finish {what}: the process of {ranks(missing)} has ended. Look for its last error (or "
-        "for the system's memory killer), and start the ranks anew",
+        f"{ranks([rank], global_ranks)} cannot finish {what}: the process of {ranks(missing, global_ranks)} has ended. "
+        "Look for its last error (or for the system's memory killer), and start the ranks anew",
         missing,
     )
 
 
-def ranks(numbers: Sequence[int]) -> str:
-    """Returns ranks in words: "rank 1", "ranks 1 and 2", "the other ranks" where none is known."""
+def ranks(numbers: Sequence[int], global_ranks: Sequence[int] = ()) -> str:
+    """Returns ranks in words: "rank 1", "ranks 1 and 2", "the other ranks" where none is known.
+
+    With `global_ranks`, of a group that is not the world, "rank 1 of the group (rank 3)".
+    """
     if not numbers:
         return "the other ranks"
+    if global_ranks:
+        return f"{ranks(numbers)} of the group ({ranks([global_ranks[number] for number in numbers])})"
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(str(number) for number in numbers[:-1])} and {numbers[-1]}"

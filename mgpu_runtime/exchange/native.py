@@ -10,13 +10,15 @@ import fcntl
 import hashlib
 import os
 import platform
+import pwd
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from .errors import ExchangeError
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 CACHE_VARIABLE = "LTX_MGPU_CACHE"
+CPU_NAME = "exchange_cpu"
+NOT_BUILT = "not built"
+_STALE = 3600.0  # seconds after which no build can still be under way
 _CPU_FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-pthread")  # no -march: machines may share the cache
 _CUDA_FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static")
 _DIGEST = hashlib.sha256().digest_size
@@ -54,18 +59,24 @@ def cuda_library(arch: str) -> ctypes.CDLL:
 
 
 def build_all() -> list[str]:
-    """Builds what this machine can use; returns one line for the user per library. Raises nothing."""
+    """Builds what this machine can use; returns one line for the user per library. Raises nothing.
+
+    Lines read "NAME: " and what came of it, which begins with NOT_BUILT where there is none.
+    """
     targets = [_cpu_target()] + [_cuda_target(arch) for arch in _archs_here()]
     lines = []
     for target in targets:
         begin = time.monotonic()
         try:
+            path = _library(target)
+            was_there = _is_whole(path)
             _load(target)
-            lines.append(f"{target.name}: ready after {time.monotonic() - begin:.1f} s: {_library(target)}")
+            news = "already built" if was_there else f"ready after {time.monotonic() - begin:.1f} s"
+            lines.append(f"{target.name}: {news}: {path}")
         except ExchangeError as error:
-            lines.append(f"{target.name}: not built: {error}")
+            lines.append(f"{target.name}: {NOT_BUILT}: {error}")
     if len(targets) == 1:
-        lines.append("exchange_cuda: not built: this machine has no CUDA device")
+        lines.append(f"exchange_cuda: {NOT_BUILT}: this machine has no CUDA device")
     return lines
 
 
@@ -73,22 +84,35 @@ def cache_folder() -> Path:
     """Returns the folder for libraries, made if needed: this user's own, closed to others. Raises ExchangeError."""
     named = os.environ.get(CACHE_VARIABLE)
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(named).expanduser().absolute() if named else base / "ltx-mgpu"
+        folder = Path(named).expanduser().absolute() if named else _users_caches() / "ltx-mgpu"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, RuntimeError) as error:
         raise ExchangeError(f"no folder for compiled code ({error}); name one with {CACHE_VARIABLE}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ExchangeError(
-            f"others may write to {folder}, so code from there is not loaded; name another folder with {CACHE_VARIABLE}"
-        )
+    danger = f"others may write to {folder}" if status.st_mode & 0o022 else ""
+    if status.st_uid != os.geteuid():
+        danger = f"{folder} belongs to another user"
+    if danger:
+        raise ExchangeError(f"{danger}, so code from there is not loaded; name another folder with {CACHE_VARIABLE}")
     return folder
+
+
+def _users_caches() -> Path:
+    """Returns the folder for this user's caches. Raises RuntimeError where there is none."""
+    named, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
+    if os.path.isabs(named):  # the specification has others ignored; they would lie below the working directory
+        return Path(named)
+    if not os.path.isabs(home):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError as error:
+            raise RuntimeError("this user has no home folder") from error
+    return Path(home) / ".cache"
 
 
 def _cpu_target() -> _Target:
     return _Target(
-        name="exchange_cpu",
+        name=CPU_NAME,
         source="exchange_cpu.c",
         headers="exchange_cpu*.h",
         flags=_CPU_FLAGS,
@@ -129,8 +153,10 @@ def _load(target: _Target) -> ctypes.CDLL:
             if not _is_whole(path):  # another process may have built it while this one waited
                 _build(target, _compiler(target), path)
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
+        library = ctypes.CDLL(str(path))
+        library.exchange_wait  # noqa: B018  (all have it; one that has not is damaged)
+        return library
+    except (OSError, AttributeError) as error:
         raise ExchangeError(
             f"the compiled library {path} cannot be loaded ({error}); another folder can be named with {CACHE_VARIABLE}"
         ) from error
@@ -173,7 +199,10 @@ def _compiler(target: _Target) -> list[str]:
     """Returns the command of the compiler, its program found."""
     named = os.environ.get(target.variable)
     for text in (named,) if named else target.compilers:
-        command = shlex.split(text)
+        try:
+            command = shlex.split(text)
+        except ValueError as error:
+            raise ExchangeError(f"{target.variable} names {text!r}, which is no command: {error}") from error
         program = shutil.which(command[0]) if command else None
         if program:
             return [program, *command[1:]]
@@ -184,6 +213,7 @@ def _compiler(target: _Target) -> list[str]:
 
 def _build(target: _Target, command: Sequence[str], path: Path) -> None:
     """Compiles to a temporary name and renames, so that no other process ever sees half a library."""
+    _remove_stale(path.parent)
     try:
         with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
             built = Path(folder) / path.name
@@ -195,22 +225,41 @@ def _build(target: _Target, command: Sequence[str], path: Path) -> None:
         raise ExchangeError(f"the compiled library cannot be written to {path}: {error}") from error
 
 
+def _remove_stale(cache: Path) -> None:
+    """Removes what builds have left whose process was killed."""
+    for folder in cache.glob("build-*"):
+        with suppress(FileNotFoundError):  # another process may do the same
+            if time.time() - folder.stat().st_mtime > _STALE:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _compile(target: _Target, command: Sequence[str], built: Path) -> None:
     source = str(SOURCES / target.source)
     try:
-        done = subprocess.run(
-            [*command, *target.flags, source, "-o", str(built)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=target.seconds,
-            text=True,
-            errors="replace",
-        )
+        code, output = _run([*command, *target.flags, source, "-o", str(built)], target.seconds)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ExchangeError(f"{command[0]} could not build {target.source}: {error}") from error
-    if done.returncode != 0 or not built.is_file():
-        raise ExchangeError(f"{command[0]} could not build {target.source}: {_first_error(done.stdout)}")
+    if code != 0 or not built.is_file():
+        raise ExchangeError(f"{command[0]} could not build {target.source}: {_first_error(output)}")
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Runs a compiler; returns its exit code and what it said. When it ends early, so do the processes it started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
 
 
 def _first_error(output: str) -> str:

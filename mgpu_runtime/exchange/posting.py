@@ -26,6 +26,7 @@ class Scratch:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._buffers: list[Tensor] = []
+        self._lent: set[int] = set()  # addresses
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Returns a flat tensor of like's dtype and device, with anything in it."""
@@ -33,17 +34,21 @@ class Scratch:
         fitting = [buffer for buffer in self._buffers if size <= buffer.numel() <= 2 * size]
         if not fitting:
             with torch.inference_mode(False):  # else it could not be written to outside of that mode
-                return like.new_empty(numel)
+                fresh = like.new_empty(numel)
+            if self._keep:
+                self._lent.add(fresh.data_ptr())
+            return fresh
         best = min(fitting, key=Tensor.numel)
         self._buffers = [buffer for buffer in self._buffers if buffer is not best]
+        self._lent.add(best.data_ptr())
         return best[:size].view(like.dtype)
 
     def give(self, *buffers: Tensor) -> None:
-        """Takes buffers back that nobody uses any more."""
-        if not self._keep:
-            return
+        """Takes buffers back that nobody uses any more; those that it has back already it leaves alone."""
+        lent = [buffer for buffer in buffers if buffer.data_ptr() in self._lent]
+        self._lent.difference_update(buffer.data_ptr() for buffer in lent)
         with torch.inference_mode(False):
-            whole = [torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()) for buffer in buffers]
+            whole = [torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()) for buffer in lent]
         self._buffers = (self._buffers + whole)[-self._keep :]
 
 

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -65,6 +65,8 @@ class Segment:
         own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             segment = cls(own)
+        except ValueError as error:  # an empty file
+            raise ExchangeError(f"process {pid} is not the one that was meant: {error}") from error
         finally:
             os.close(own)
         if segment.token != token:
@@ -78,9 +80,15 @@ class Segment:
         return self._map[_TOKEN : _TOKEN + _TOKEN_BYTES].hex()
 
     @property
+    def mapping(self) -> mmap.mmap | None:
+        """What keeps the memory mapped for whoever holds it; None after `close`."""
+        return self._map
+
+    @property
     def note(self) -> str:
-        """Why the owner takes part no longer; empty while it does."""
-        return self._map[_NOTE : _NOTE + _NOTE_BYTES].rstrip(b"\0").decode(errors="ignore")
+        """Why the owner takes part no longer; empty while it does, and after `close`."""
+        memory = self._map  # another thread may close
+        return "" if memory is None else memory[_NOTE : _NOTE + _NOTE_BYTES].rstrip(b"\0").decode(errors="ignore")
 
     @note.setter
     def note(self, text: str) -> None:
@@ -93,7 +101,10 @@ class Segment:
     @property
     def sleeps(self) -> bool:
         """Tells whether the owner sleeps until another rank arrives."""
-        return any(self._map[rank * SLOT_BYTES + 4] for rank in range(MAX_RANKS))  # Slot.waiting, 0 or 1
+        memory = self._map
+        return memory is not None and any(
+            memory[rank * SLOT_BYTES + 4] for rank in range(MAX_RANKS)
+        )  # Slot.waiting, 0 or 1
 
     def place(self, bank: int, offset: int) -> int:
         """Returns the address of a place in a bank."""
@@ -133,16 +144,39 @@ class Segment:
         self._map = None
 
 
-def free_memory() -> int:
+def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the bytes that this process could still take, by the machine's and its container's account."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    folder = Path("/sys/fs/cgroup")  # in a container this is the container's own
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+    return min([int(fields["MemAvailable"].split()[0]) * 1024, *_left_in_cgroups(proc, cgroups)])
+
+
+def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yields what the process's control groups leave it, each within its parents, by versions 1 and 2 of them."""
     try:
-        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for number, names, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if number == "0":
+            root, files = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in names.split(","):
+            root, files = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.strip("/")  # not there in a container that sees its own group as the root
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+            left = _left_in(folder, *files)
+            if left is not None:
+                yield left
+
+
+def _left_in(folder: Path, limit_file: str, used_file: str, cached_name: str) -> int | None:
+    """Returns what one control group leaves; None where it has no limit."""
+    try:
+        limit, used = (folder / limit_file).read_text(), (folder / used_file).read_text()
         cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        return free
+        return None
     if limit.strip() == "max":
-        return free
-    return min(free, int(limit) - int(used) + int(cached.get("inactive_file", 0)))
+        return None
+    return max(0, int(limit) - int(used) + int(cached.get(cached_name, 0)))

@@ -1,6 +1,7 @@
 """The exchange between processes of one machine: rows copied straight into the peers' memory by csrc/exchange_cpu.c."""
 
 import ctypes
+import hashlib
 import os
 import time
 import weakref
@@ -14,8 +15,9 @@ from torch import Tensor
 from . import native
 from .agree import gather_texts
 from .all2all import DEFAULT_TIMEOUT, All2All, Pending, result_shape
-from .errors import ExchangeError, peers_gone, timed_out
-from .layout import Banks, Block, Geometry, Move
+from .cpu_rows import Rows, rows_in_place, rows_sent, with_whole_rows
+from .errors import ExchangeError, peers_gone, ranks, timed_out
+from .layout import Banks, Geometry
 from .processes import Processes
 from .segment import MAX_RANKS, Segment, free_memory
 
@@ -26,22 +28,8 @@ _THREAD_BYTES = 2 << 20  # below this a helper thread costs more than it copies
 _STREAM_BYTES = 1 << 20  # from here on copies go past the caches, which the result would not fit in
 _FRESH_BYTES = 32 << 20  # from here on malloc takes fresh memory from the system and gives it back
 _MAX_PLANS = 256
-
-
-class _Rows(ctypes.Structure):
-    """A Block as csrc/exchange_cpu.c reads it, with the strides of both sides, all in bytes."""
-
-    _fields_ = [
-        ("batch", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("row_bytes", ctypes.c_uint64),
-        ("source_first", ctypes.c_uint64),
-        ("source_batch_stride", ctypes.c_uint64),
-        ("source_token_stride", ctypes.c_uint64),
-        ("target_first", ctypes.c_uint64),
-        ("target_batch_stride", ctypes.c_uint64),
-        ("target_token_stride", ctypes.c_uint64),
-    ]
+_64_BITS = (1 << 64) - 1
+_MULTIPLIER = 6364136223846793005  # odd: hashes of calls in another order differ
 
 
 @dataclass(frozen=True)
@@ -49,13 +37,20 @@ class _Plan:
     """What follows from an exchange's shapes alone: the rows this rank sends, and those it finds in its bank."""
 
     sent: ctypes.Array
-    received: list[_Rows]  # from the bank into a result, which have one layout
+    received: list[Rows]  # from the bank into a result, which have one layout
     sent_bytes: int
     result_bytes: int
+    hash: int  # of what all ranks must agree on; 64 bits
 
 
 class SharedMemory(All2All):
-    """Copies this rank's rows into the peers' memory, one copy in all, and waits on counters."""
+    """Copies this rank's rows into the peers' memory, one copy in all, and waits on counters.
+
+    Where a rank writes follows from the calls it has made so far, so each posts a hash of them with every exchange.
+    Who waits compares it with its own: a rank that is out of step would have written to other places.
+
+    `close` from another thread, or from a signal handler, ends a wait with ExchangeError.
+    """
 
     transport = "csrc"
 
@@ -81,23 +76,31 @@ class SharedMemory(All2All):
         self._slots = (ctypes.c_void_p * self.world_size)(*(part.slot(self.rank) for part in self._segments))
         self._banks = Banks(self.world_size)
         self._plans: dict[tuple[Geometry, tuple[int, int, int]], _Plan] = {}
+        self._maps = tuple(part.mapping for part in self._segments)
         self._number = 0  # of the exchange started last
+        self._calls = 0  # the hash of all calls
+        self._strays = (ctypes.c_uint64 * 1)()
         self._broken = ""
         # With fewer cores than ranks, who spins takes the core from the rank it waits for.
         self._spin = _SPIN_NS if len(os.sched_getaffinity(0)) >= self.world_size else 0
 
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
+        self._maps = ()
         self._close()
+
+    def _refused(self) -> None:
+        self._tell_apart(1)
 
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         if x.device.type != "cpu":
+            self._refused()
             raise ValueError(f"this exchange moves tensors of the CPU, got one on {x.device}")
+        maps, started, failure = self._maps, False, ""  # the maps before the check, as another thread may close
         self._check_usable()
-        x, strides = _with_whole_rows(geometry, x)
-        plan = self._plan_of(geometry, strides)
-        started = False
         try:
+            x, strides = with_whole_rows(geometry, x)
+            plan = self._plan_of(geometry, strides)
             bank, offsets = self._banks.place(geometry)
             self._make_room(bank)
             targets = [part.place(bank, offset) for part, offset in zip(self._segments, offsets, strict=True)]
@@ -109,12 +112,19 @@ class SharedMemory(All2All):
                     self._library.exchange_prefer_large_pages(result.data_ptr(), plan.result_bytes)
             else:
                 result = self._own.view(bank, offsets[self.rank], plan.result_bytes, x.dtype, shape)
+            self._tell_apart(plan.hash + bank)
             self._send(plan, x, targets)
             started = True
+        except (RuntimeError, MemoryError) as error:  # torch's words for memory that cannot be had
+            failure = f": {error}"
+            raise
         finally:
             if not started:
-                self._break_off(f"{geometry.move.value} could not be started")
-        return _Arriving(self, geometry.move, self._number, result, plan if self.copy_out else None, in_bank)
+                self._break_off(f"{geometry.move.value} could not be started{failure}")
+        return _Arriving(self, geometry, result, plan if self.copy_out else None, in_bank, maps)
+
+    def _tell_apart(self, call: int) -> None:
+        self._calls = (self._calls * _MULTIPLIER + call) & _64_BITS
 
     def _send(self, plan: _Plan, x: Tensor, targets: Sequence[int]) -> None:
         self._number = (self._number + 1) & 0xFFFFFFFF
@@ -126,6 +136,7 @@ class SharedMemory(All2All):
             self.rank,
             self.world_size,
             self._number,
+            self._calls,
             max(1, min(torch.get_num_threads(), plan.sent_bytes // _THREAD_BYTES)),
             plan.sent_bytes >= _STREAM_BYTES,
         )
@@ -136,14 +147,15 @@ class SharedMemory(All2All):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             ranks = range(self.world_size)
-            sent = [_rows_sent(geometry.block(self.rank, rank, strides), strides) for rank in ranks]
+            sent = [rows_sent(geometry.block(self.rank, rank, strides), strides) for rank in ranks]
             plan = self._plans[geometry, strides] = _Plan(
-                sent=(_Rows * self.world_size)(*sent),
+                sent=(Rows * self.world_size)(*sent),
                 received=[
-                    _rows_in_place(geometry.block(rank, self.rank, (0, 0, 0))) for rank in ranks if rank != self.rank
+                    rows_in_place(geometry.block(rank, self.rank, (0, 0, 0))) for rank in ranks if rank != self.rank
                 ],
                 sent_bytes=sum(rows.batch * rows.tokens * rows.row_bytes for rows in sent),
                 result_bytes=geometry.result_bytes(self.rank),
+                hash=int.from_bytes(hashlib.sha256(repr(geometry).encode()).digest()[:8]),
             )
         return plan
 
@@ -165,26 +177,27 @@ class SharedMemory(All2All):
             if failure:
                 raise self._break_off(f"{size / 1e6:.0f} MB for results cannot be had: {os.strerror(failure)}")
 
-    def _finish(self, number: int, move: Move) -> None:
+    def _finish(self, pending: "_Arriving") -> None:
         """Waits until all ranks have posted an exchange. Raises ExchangeTimeout, PeerGone or ExchangeError."""
         self._check_usable()
-        what = f"{move.value} number {number} over csrc"
+        what = f"{pending.geometry.move.value} number {pending.number} over csrc"
         arrived = False
         try:
-            self._wait(number, what)
+            self._wait(pending, what)
             self._banks.waited()
             arrived = True
         finally:
             if not arrived:
                 self._break_off(f"{what} was not waited for to its end")
 
-    def _wait(self, number: int, what: str) -> None:
+    def _wait(self, pending: "_Arriving", what: str) -> None:
         until, asked = time.monotonic() + self.timeout, False
         while True:
-            missing = self._missing(number, min(until - time.monotonic(), self.timeout / 4, _LOOK))
+            missing = self._missing(pending, min(until - time.monotonic(), self.timeout / 4, _LOOK), what)
             if not missing:
                 return
-            self._check_alive(number, missing, what)
+            self._check_usable()  # it may have been closed meanwhile
+            self._check_alive(pending, missing, what)
             if time.monotonic() < until:
                 if self.wait_while_busy and not asked:
                     self._busy(missing)  # from here on it is asked what they have done since
@@ -193,29 +206,42 @@ class SharedMemory(All2All):
                 until += self.timeout
             else:
                 stopped = [rank for rank in missing if self._processes.is_stopped(rank)]
-                error = timed_out(self.rank, what, self.timeout, missing, stopped)
+                error = timed_out(self.rank, what, self.timeout, missing, stopped, self._processes.global_ranks)
                 self._break_off(str(error))
                 raise error
 
-    def _missing(self, number: int, seconds: float) -> list[int]:
-        left = int(max(0.0, seconds) * 1e9)
-        bits = self._library.exchange_wait(self._own.slot(0), self.world_size, number, left, self._spin)
+    def _missing(self, pending: "_Arriving", seconds: float, what: str) -> list[int]:
+        """Returns who has not posted an exchange `seconds` later. Raises ExchangeError for ranks out of step."""
+        left, slots = int(max(0.0, seconds) * 1e9), self._own.slot(0)
+        bits = self._library.exchange_wait(
+            slots, self.world_size, pending.number, pending.calls, self._strays, left, self._spin
+        )
+        if self._strays[0]:
+            raise self._break_off(_out_of_step(self.rank, what, self._ranks_in(self._strays[0]), pending.geometry))
+        return self._ranks_in(bits) if bits else []
+
+    def _ranks_in(self, bits: int) -> list[int]:
         return [rank for rank in range(self.world_size) if bits >> rank & 1]
 
     def _busy(self, ranks: Sequence[int]) -> bool:
         return all([self._processes.was_busy(rank) and not self._segments[rank].sleeps for rank in ranks])
 
-    def _check_alive(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Raises PeerGone or ExchangeError if one of the ranks will never arrive."""
-        for rank in ranks:
-            note, gone = self._segments[rank].note, self._processes.is_gone(rank)
-            if not (note or gone) or rank not in self._missing(number, 0.0):  # it may have arrived before its end
-                continue
-            error = peers_gone(self.rank, what, [rank])
-            if note:
-                error = ExchangeError(f"rank {self.rank} cannot finish {what}: on rank {rank}, {note}")
-            self._break_off(str(error))
-            raise error
+    def _check_alive(self, pending: "_Arriving", missing: Sequence[int], what: str) -> None:
+        """Raises PeerGone or ExchangeError if one of the missing ranks will never arrive."""
+        notes = {rank: self._segments[rank].note for rank in missing}
+        gone = [rank for rank in missing if not notes[rank] and self._processes.is_gone(rank)]
+        if not gone and not any(notes.values()):
+            return
+        still = self._missing(pending, 0.0, what)  # who is gone may have arrived before its end
+        lost, told = [rank for rank in gone if rank in still], [rank for rank in still if notes.get(rank)]
+        if lost:  # what others noted follows from it
+            error: ExchangeError = peers_gone(self.rank, what, lost, self._processes.global_ranks)
+        elif told:
+            error = ExchangeError(f"rank {self.rank} cannot finish {what}: on rank {told[0]}, {notes[told[0]]}")
+        else:
+            return
+        self._break_off(str(error))
+        raise error
 
     def _break_off(self, reason: str) -> ExchangeError:
         """Ends this exchange for good and tells the peers; the first reason counts."""
@@ -232,14 +258,21 @@ class _Arriving:
     """An exchange whose own rows are sent; `to_copy` tells which rows to take from the bank into the result."""
 
     def __init__(
-        self, exchange: SharedMemory, move: Move, number: int, result: Tensor, to_copy: _Plan | None, in_bank: int
+        self,
+        exchange: SharedMemory,
+        geometry: Geometry,
+        result: Tensor,
+        to_copy: _Plan | None,
+        in_bank: int,
+        maps: tuple[object, ...],
     ) -> None:
-        self._exchange, self._move, self._number = exchange, move, number
-        self._result, self._to_copy, self._in_bank = result, to_copy, in_bank
+        self.geometry, self.number, self.calls = geometry, exchange._number, exchange._calls
+        self._exchange, self._result, self._to_copy, self._in_bank = exchange, result, to_copy, in_bank
+        self._maps = maps  # so that closing during a wait does not take the memory away under it
 
     def wait(self) -> Tensor:
         exchange, plan = self._exchange, self._to_copy
-        exchange._finish(self._number, self._move)
+        exchange._finish(self)
         for rows in plan.received if plan else ():
             exchange._library.exchange_copy(
                 ctypes.byref(rows), self._in_bank, self._result.data_ptr(), plan.result_bytes >= _STREAM_BYTES
@@ -249,32 +282,43 @@ class _Arriving:
 
 def _open(group: dist.ProcessGroup, processes: Processes) -> tuple[ctypes.CDLL, list[Segment]]:
     """Returns the library and every rank's memory. Collective; raises ExchangeError, maybe on some ranks only."""
-    rank, own, reason = dist.get_rank(group), None, ""
+    rank, own = dist.get_rank(group), None
     try:
         library = _declared(native.cpu_library())
         own = Segment.create()
         offer = f"{own.descriptor} {own.token}"
     except (ExchangeError, OSError) as error:
-        reason = str(error)
-        offer = f"! {reason}"
-    segments: list[Segment] = []
+        offer = f"! {error}"
+    segments, opened = [] if own is None else [own], False
     try:
         offers = gather_texts(group, offer, timeout=_OPENING)
-        if reason:
-            raise ExchangeError(reason)
-        for peer, text in enumerate(offers):
-            segments.append(own if peer == rank else _of_peer(peer, text, processes))
+        _raise_first([text.removeprefix("! ") if text.startswith("!") else "" for text in offers])
+        reason = ""
+        try:
+            for peer, text in enumerate(offers):
+                if peer != rank:
+                    segments.insert(peer, _of_peer(peer, text, processes))
+        except (ExchangeError, OSError) as error:
+            reason = str(error)
+        _raise_first(gather_texts(group, reason, timeout=_OPENING))  # only then may it be closed under the others
+        opened = True
         return library, segments
-    except (ExchangeError, OSError, RuntimeError) as error:
-        for part in {own, *segments} - {None}:
-            part.close()
-        raise error if isinstance(error, ExchangeError) else ExchangeError(str(error)) from error
+    finally:
+        if not opened:
+            for part in segments:
+                part.close()
+
+
+def _raise_first(reasons: Sequence[str]) -> None:
+    """Raises ExchangeError with the first reason that is none of the empty ones, alike on every rank."""
+    failed = [rank for rank, reason in enumerate(reasons) if reason]
+    if failed:
+        where = "" if len(failed) == len(reasons) else f"rank {failed[0]}: "
+        raise ExchangeError(f"{where}{reasons[failed[0]]}")
 
 
 def _of_peer(rank: int, offer: str, processes: Processes) -> Segment:
     first, _, rest = offer.partition(" ")
-    if first == "!":
-        raise ExchangeError(f"rank {rank}: {rest}")
     pid = processes.pid(rank)
     if pid is None:
         raise ExchangeError(f"the process of rank {rank} is on another host, or in another container")
@@ -288,11 +332,11 @@ def _of_peer(rank: int, offer: str, processes: Processes) -> Segment:
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     word, size, address = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-    library.exchange_send.argtypes = [address] * 4 + [word] * 4 + [ctypes.c_int]
+    library.exchange_send.argtypes = [address] * 4 + [word] * 3 + [size, word, ctypes.c_int]
     library.exchange_send.restype = None
     library.exchange_copy.argtypes = [address] * 3 + [ctypes.c_int]
     library.exchange_copy.restype = None
-    library.exchange_wait.argtypes = [address, word, word, ctypes.c_int64, ctypes.c_int64]
+    library.exchange_wait.argtypes = [address, word, word, size, address, ctypes.c_int64, ctypes.c_int64]
     library.exchange_wait.restype = size
     library.exchange_populate.argtypes = [address, size]
     library.exchange_prefer_large_pages.argtypes = [address, size]
@@ -301,50 +345,17 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def _out_of_step(rank: int, what: str, strays: Sequence[int], geometry: Geometry) -> str:
+    return (
+        f"{ranks(strays)} {'is' if len(strays) == 1 else 'are'} out of step with rank {rank} at {what} (batch "
+        f"{geometry.batch}, {geometry.num_tokens} tokens, {geometry.num_heads} heads of {geometry.head_bytes} bytes): "
+        "it made other calls so far, had one refused, or waits at other places; all ranks must make the same calls in "
+        "the same order"
+    )
+
+
 def _release(segments: list[Segment], own: Segment, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has the same memory: it is not the child's to declare closed
         own.note = own.note or "it was closed there"
     for part in segments:
         part.close()
-
-
-def _with_whole_rows(geometry: Geometry, x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Returns x, or a copy whose rows are contiguous, with its strides of (B, T, H) in bytes."""
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    one_head = geometry.move is not Move.ALLGATHER and max(geometry.heads) <= 1
-    if not _is_dense(x, 3 if one_head else 2):
-        x = x.contiguous()
-    strides, size = x.stride(), x.element_size()
-    head_stride = 0 if geometry.move is Move.ALLGATHER else strides[2]
-    return x, (strides[0] * size, strides[1] * size, head_stride * size)
-
-
-def _is_dense(x: Tensor, first_dim: int) -> bool:
-    """Tells whether the dims from `first_dim` on lie one after another without gaps."""
-    dense = 1
-    for size, stride in zip(reversed(x.shape[first_dim:]), reversed(x.stride()[first_dim:]), strict=True):
-        if size != 1 and stride != dense:
-            return x.numel() == 0
-        dense *= size
-    return True
-
-
-def _rows_sent(block: Block, strides: tuple[int, int, int]) -> _Rows:
-    return _Rows(
-        batch=block.batch,
-        tokens=block.tokens,
-        row_bytes=block.row_bytes,
-        source_first=block.source_first,
-        source_batch_stride=strides[0],
-        source_token_stride=strides[1],
-        target_first=block.target_first,
-        target_batch_stride=block.target_batch_stride,
-        target_token_stride=block.target_token_stride,
-    )
-
-
-def _rows_in_place(block: Block) -> _Rows:
-    rows = _rows_sent(block, (block.target_batch_stride, block.target_token_stride, 0))
-    rows.source_first = block.target_first
-    return rows

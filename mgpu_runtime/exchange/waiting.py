@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from .errors import ExchangeError, peers_gone, timed_out
-from .processes import Processes
+
+if TYPE_CHECKING:
+    from .processes import Processes  # which waits itself
 
 LOOK = 0.25  # seconds between looks at the other processes
 GRACE = 1.0  # seconds for what a rank sent before its process ended to arrive
@@ -14,7 +17,8 @@ class Wait:
     """One wait for other ranks. Whoever waits calls `check` now and then; it raises when waiting is over.
 
     `missing` returns the ranks that have not arrived, as far as it can tell. With `wait_while_busy` it goes on for
-    another timeout where every missing rank is known, works, and (`waiting`) does not itself wait for others.
+    another timeout where every missing rank is known, works, and (`waiting`) does not itself wait for others. With
+    `stopped_after` it ends before the timeout where a rank's process has been stopped for so many seconds.
     """
 
     def __init__(
@@ -24,9 +28,10 @@ class Wait:
         timeout: float,
         missing: Callable[[], Sequence[int]],
         *,
-        processes: Processes | None = None,
+        processes: "Processes | None" = None,
         wait_while_busy: bool = False,
         waiting: Callable[[int], bool] = lambda rank: False,
+        stopped_after: float | None = None,
     ) -> None:
         self._rank, self._what, self._timeout = rank, what, timeout
         self._missing, self._waiting = missing, waiting
@@ -36,6 +41,9 @@ class Wait:
         self._next_look = self._began + LOOK
         self._asked: set[int] = set()
         self._first_gone: float | None = None
+        self._stopped_after = stopped_after
+        self._stopped_since: dict[int, float] = {}  # by rank
+        self._global_ranks = () if processes is None else processes.global_ranks
 
     def elapsed(self) -> float:
         """Returns the seconds since this wait began."""
@@ -49,6 +57,7 @@ class Wait:
         self._next_look = now + LOOK
         missing = list(self._missing())
         self._raise_if_gone(missing)
+        self._raise_if_stopped(now)
         if now >= self._deadline:
             if not (self._wait_while_busy and self._all_busy(missing)):
                 raise self._over(missing)
@@ -60,10 +69,10 @@ class Wait:
 
     def check_gone(self) -> None:
         """Raises PeerGone where the process of another rank has ended or ends just now: its sockets close first."""
-        for _ in range(10):
+        for _ in range(10 if self._processes is not None else 0):
             gone = self._gone()
             if gone:
-                raise peers_gone(self._rank, self._what, gone)
+                raise peers_gone(self._rank, self._what, gone, self._global_ranks)
             time.sleep(0.05)
 
     def _raise_if_gone(self, missing: list[int]) -> None:
@@ -74,7 +83,16 @@ class Wait:
         if not lost and gone and time.monotonic() - self._first_gone > GRACE:
             lost = gone
         if lost:
-            raise peers_gone(self._rank, self._what, lost)
+            raise peers_gone(self._rank, self._what, lost, self._global_ranks)
+
+    def _raise_if_stopped(self, now: float) -> None:
+        if self._stopped_after is None or self._processes is None:
+            return
+        stopped = [rank for rank in self._others() if self._processes.is_stopped(rank)]
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        long = [rank for rank, since in self._stopped_since.items() if now - since >= self._stopped_after]
+        if long:
+            raise timed_out(self._rank, self._what, self._stopped_after, long, long, self._global_ranks)
 
     def _gone(self) -> list[int]:
         processes = self._processes
@@ -90,7 +108,7 @@ class Wait:
     def _over(self, missing: list[int]) -> ExchangeError:
         processes = self._processes
         stopped = [] if processes is None else [r for r in missing or self._others() if processes.is_stopped(r)]
-        return timed_out(self._rank, self._what, self._timeout, missing or stopped, stopped)
+        return timed_out(self._rank, self._what, self._timeout, missing or stopped, stopped, self._global_ranks)
 
     def _others(self) -> list[int]:
         assert self._processes is not None
