@@ -76,6 +76,7 @@ def test_a_run_lasts_until_its_slowest_rank_is_done_and_a_solo_one_is_run_by_the
         assert len(times[name]) == 3 and least <= min(times[name]) < least + 0.2, times
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_benchmark() -> None:
     def kill_a_worker(event: Event) -> None:
         if event.kind == "progress":

@@ -279,6 +279,7 @@ def test_every_value_and_gradient_is_the_unsharded_one(of_four: list[dict], cp_s
         assert result[cp_size]["off"] == (0, 1, False, None)
 
 
+@pytest.mark.slow
 def test_three_ranks_with_heads_and_tokens_that_do_not_divide() -> None:
     for result in run(_everything, 3, 3):
         assert result["errors"] == {}
@@ -339,6 +340,7 @@ def test_frame_counts_by_hand_and_refused() -> None:
             cp.compute_cp_divisible_frames(*case)
 
 
+@pytest.mark.slow
 def test_the_example_learns_alike_on_one_and_on_two_ranks() -> None:
     script = ROOT / "docs" / "examples" / "train_context_parallel.py"
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)

@@ -146,7 +146,7 @@ def set_up(rank: int, group: dist.ProcessGroup) -> dict[str, All2All]:
     return exchanges
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(request.param, set_up) as group:
         yield group

@@ -81,7 +81,7 @@ def _no_all_to_all(*arguments, **keywords) -> None:
     raise RuntimeError("Backend gloo does not support alltoall_base")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_b12_b13_uneven_empty_strided_and_a_gloo_without_all_to_all(world_size: int) -> None:
     assert run(_moves, world_size) == [[]] * world_size
 

@@ -63,7 +63,7 @@ def sleep_then_exchange(
     return do_exchange(exchanges, transport)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(request.param, set_up) as group:
         yield group

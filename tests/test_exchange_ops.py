@@ -161,7 +161,7 @@ def _everything(rank: int, group) -> dict:
     return result
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> list[dict]:
     return run(_everything, request.param)
 

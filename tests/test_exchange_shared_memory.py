@@ -279,6 +279,7 @@ def race(group: dist.ProcessGroup, seconds: float, seed: int) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_many_exchanges_at_uneven_speed_of_four_ranks() -> None:
     try:
         native.cpu_library()
