@@ -48,6 +48,7 @@ def test_bench_exchange_measures_ours_and_its_peers_in_one_run(capsys: pytest.Ca
     assert records[0]["shape"] == [1, 8, 32, 64] and records[0]["bytes_per_rank"] == 64 << 10
 
 
+@pytest.mark.slow
 def test_bench_sp_measures_the_same_work_of_one_worker_and_of_the_usual_code(capsys: pytest.CaptureFixture) -> None:
     records = _bench(capsys, "sp", "--cases", "64", "--runs", "5")
     assert [record["peer"] for record in records] == ["one_worker", "usual", "two_processes"]

@@ -51,7 +51,7 @@ def no_fleet_left():
     stop()
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_reference_clips_replay_from_their_noise(num_workers: int) -> None:
     client = toy_client(f"cpu:{num_workers}")
     for case in (reference(0), reference(1)):
@@ -109,6 +109,7 @@ def _six_head_clip(checkpoint: Path, num_workers: int) -> dict[str, torch.Tensor
     }
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_clip_for_1_2_and_3_workers(tmp_path: Path) -> None:
     checkpoint = write_six_heads(tmp_path / "six.safetensors")
     one = _six_head_clip(checkpoint, 1)
