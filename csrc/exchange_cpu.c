@@ -52,7 +52,7 @@ typedef struct {
     const Block *blocks;
     const char *source;
     char *const *targets;
-    uint32_t num_blocks, first, thread, num_threads;
+    uint32_t num_blocks, thread, num_threads;
     enum how how;
 } Share;
 
@@ -152,7 +152,7 @@ static void copy_share(const Share *share, uint32_t i) {
 static void *copy_shares(void *argument) {
     const Share *share = argument;
     for (uint32_t i = 0; i < share->num_blocks; i++)
-        copy_share(share, (share->first + i) % share->num_blocks);
+        copy_share(share, i);
     finish_streaming();
     return NULL;
 }
@@ -166,35 +166,34 @@ static void post(Slot *slot, uint32_t number, uint64_t calls) {
         syscall(SYS_futex, &slot->posted, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Copies blocks[r] into targets[r] of every rank and then posts `number`, and the hash `calls`, in slots[r], the own
- * rank's last. */
-void exchange_send(const Block *blocks, const char *source, char *const *targets, Slot *const *slots, uint32_t rank,
-                   uint32_t world_size, uint32_t number, uint64_t calls, uint32_t num_threads, int streaming) {
+/* Copies blocks[i] into targets[i] and then posts `number`, and the hash `calls`, in slots[i], one receiver after the
+ * other. */
+void exchange_send(const Block *blocks, const char *source, char *const *targets, Slot *const *slots, uint32_t count,
+                   uint32_t number, uint64_t calls, uint32_t num_threads, int streaming) {
     Share shares[MAX_THREADS];
     pthread_t threads[MAX_THREADS];
-    uint32_t started = 1, first = (rank + 1) % world_size;
+    uint32_t started = 1;
     if (num_threads > MAX_THREADS)
         num_threads = MAX_THREADS;
     for (uint32_t i = 0; i < num_threads; i++)
-        shares[i] = (Share){blocks, source, targets, world_size, first, i, num_threads, best(streaming)};
+        shares[i] = (Share){blocks, source, targets, count, i, num_threads, best(streaming)};
     while (started < num_threads && pthread_create(&threads[started], NULL, copy_shares, &shares[started]) == 0)
         started++;
     for (uint32_t i = started; i < num_threads; i++) /* threads that the system refused */
         copy_shares(&shares[i]);
     if (started == 1) {
-        for (uint32_t i = 0; i < world_size; i++) {
-            uint32_t to = (first + i) % world_size;
-            copy_share(&shares[0], to);
+        for (uint32_t i = 0; i < count; i++) {
+            copy_share(&shares[0], i);
             finish_streaming();
-            post(slots[to], number, calls); /* at once, so that this peer need not wait for the others' rows */
+            post(slots[i], number, calls); /* at once, so that this peer need not wait for the others' rows */
         }
         return;
     }
     copy_shares(&shares[0]);
     for (uint32_t i = 1; i < started; i++)
         pthread_join(threads[i], NULL); /* joining orders the helpers' stores before the posts */
-    for (uint32_t i = 0; i < world_size; i++)
-        post(slots[(first + i) % world_size], number, calls);
+    for (uint32_t i = 0; i < count; i++)
+        post(slots[i], number, calls);
 }
 
 /* Copies one block from a result in shared memory, or within a process. */

@@ -172,15 +172,21 @@ const char *set_up(Exchange *exchange, int device, unsigned char *handle) {
 
 }  // namespace
 
-// Gives back everything, after this device's kernels have ended; other ranks should have closed their view before.
+// Lets go of the peers' memory after this device's kernels have ended: from then on this rank writes to nobody.
+EXCHANGE_API void exchange_leave(Exchange *exchange) {
+    const Current current(exchange);
+    cudaDeviceSynchronize();
+    for (Memory *memory : {&exchange->next, &exchange->banks, &exchange->controls}) close_peers(exchange, *memory);
+    cudaGetLastError();
+}
+
+// Gives back everything, after this device's kernels have ended; the other ranks must have left before, as CUDA leaves
+// open what becomes of memory that is freed while another process has it open.
 EXCHANGE_API void exchange_free(Exchange *exchange) {
+    exchange_leave(exchange);
     {
         const Current current(exchange);
-        cudaDeviceSynchronize();
-        for (Memory *memory : {&exchange->next, &exchange->banks, &exchange->controls}) {
-            close_peers(exchange, *memory);
-            free_own(exchange, *memory);
-        }
+        for (Memory *memory : {&exchange->next, &exchange->banks, &exchange->controls}) free_own(exchange, *memory);
         if (exchange->page != nullptr) cudaFreeHost(exchange->page);
         cudaGetLastError();
     }

@@ -2,7 +2,8 @@
 
 Groups of 2, 3, 4 (and 8) processes run on as many GPUs as are there, and on one GPU together. Every transport that
 works must move every dtype byte for byte; csrc must also survive ranks out of step, and name a rank that is stopped or
-killed. Bandwidth is told as a share of a copy inside the GPU of the same bytes, taken in turns with it.
+killed, or calls something else. Bandwidth is told as a share of a copy inside the GPU of the same bytes, taken in turns
+with it.
 """
 
 import json
@@ -47,6 +48,7 @@ def main() -> int:
     groups = [(world, True) for world in (2, 3, 4)] + [(world, False) for world in (2, 3, 4, 8) if world <= num_gpus]
     passed = [check_group(world, shared) for world, shared in groups]
     passed += [check_missing(how, num_gpus < 2) for how in ("stopped", "killed")]
+    passed += [check_unlike(num_gpus < 2)]
     return int(not all(passed))
 
 
@@ -86,6 +88,14 @@ def check_missing(how: str, shared: bool) -> bool:
     reports = run(_missing_rank, world, shared, how, absent=world - 1)
     bad = [report for report in reports if report != {"ok": True}]
     sys.stdout.write(f"exchange, csrc, a rank {how}: {'ok' if not bad else f'FAIL: {bad[0]}'}\n")
+    return not bad
+
+
+def check_unlike(shared: bool) -> bool:
+    """Checks that two ranks which give tensors of unlike dtype are both told so."""
+    reports = run(_unlike_ranks, 2, shared)
+    bad = [report for report in reports if report != {"ok": True}]
+    sys.stdout.write(f"exchange, csrc, unlike calls: {'ok' if not bad else f'FAIL: {bad[0]}'}\n")
     return not bad
 
 
@@ -258,7 +268,23 @@ def _missing_rank(rank: int, group: dist.ProcessGroup, device: torch.device, how
     except ExchangeError:
         alive = float((x + 1).sum()) == 2 * x.numel()  # the context lives
         exchange.close()
-        return {"ok": alive and time.monotonic() - began < TIMEOUT + SLACK + 1}
+        return {"ok": alive and time.monotonic() - began < TIMEOUT + SLACK + 2}  # it waits for the others to close
+
+
+def _unlike_ranks(rank: int, group: dist.ProcessGroup, device: torch.device) -> dict:
+    exchange = exchange_for(group, transport="csrc", device=device, timeout=TIMEOUT)
+    x = torch.ones(1, 8, 2, 16, device=device, dtype=(torch.float16, torch.bfloat16)[rank])
+    began, said = time.monotonic(), ""
+    try:
+        exchange.send_recv_heads(x)
+        torch.cuda.synchronize(device)
+        exchange.check()
+    except ExchangeError as error:
+        said = str(error)
+    seconds = time.monotonic() - began
+    exchange.close()
+    told = "torch.float16" in said and "torch.bfloat16" in said
+    return {"ok": True} if told and seconds < TIMEOUT + SLACK else {"got": said, "after": seconds}
 
 
 def _whole(batch: int, tokens: int, heads: int, channels: int, dtype: torch.dtype, seed: int, device) -> torch.Tensor:

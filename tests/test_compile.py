@@ -47,12 +47,13 @@ def _mark(stream: BlockStream) -> None:
 def _compiled_block(backend: str):
     compiled = torch.compile(run_block, fullgraph=True, dynamic=True, backend=backend)
 
-    def step(block, video: BlockStream, audio: BlockStream, keep) -> None:
+    def step(block, video: BlockStream, audio: BlockStream, keep, before) -> None:
+        assert before is None  # a compiled block leaves nothing unfinished
         for stream in (video, audio):
             # the first block gets a view from a Linear: dynamo guards on what it is a view of, which is None later
             stream.hidden = stream.hidden.clone()
             _mark(stream)
-        compiled(block, video, audio, keep)
+        return compiled(block, video, audio, keep)
 
     return step
 

@@ -19,26 +19,12 @@ from mgpu_runtime.exchange.collectives import Collectives
 from mgpu_runtime.exchange.layout import Geometry
 from mgpu_runtime.exchange.ltx_kernels_adapter import LTXKernels
 from mgpu_runtime.exchange.symmetric import Room, SymmetricMemory
+from tests.log_lines import Lines
 from tests.rank_group import RankGroup
 from tests.spawn import run
 
 CPU = torch.device("cpu")
 STAND_INS = Path(__file__).parent / "stand_ins"
-
-
-class _Lines(logging.Handler):
-    """Collects what the exchange logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        lines, self.lines = self.lines, []
-        return lines
 
 
 class _Odd(Collectives):
@@ -93,7 +79,7 @@ def _refused(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def _choices(rank: int, group: dist.ProcessGroup, empty: str) -> dict[str, object]:
-    log, seen = _Lines(), {}
+    log, seen = Lines(), {}
     logger = logging.getLogger("mgpu_runtime.exchange")
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
@@ -257,7 +243,8 @@ def test_a_rank_that_is_lost_while_opening_is_named_and_nobody_hangs() -> None:
     with RankGroup(2, _groups) as ranks:
         ranks.tell(0, _open_over, 0, 0)  # alone
         kind, text, missing, seconds = ranks.hear(0)
-        assert (kind, missing) == ("ExchangeTimeout", ()) and "cannot tell for which" in text and 0.7 <= seconds < 3.0
+        assert (kind, missing) == ("ExchangeTimeout", (1,)) and 0.7 <= seconds < 3.0
+        assert "rank 0 waited 0.7 s in the ranks' agreement on an exchange for rank 1. Look" in text
 
         ranks.tell(0, _open_over, 1, 0)
         ranks.tell(1, _open_over, 1, signal.SIGSTOP)
@@ -297,12 +284,13 @@ def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
 
 
 def _other_transports(rank: int, group: dist.ProcessGroup, folder: str) -> dict[str, object]:
-    seen: dict[str, object] = {"missing": _refused(lambda: LTXKernels.open(group, CPU))}
+    rest = Collectives.open(group, CPU, timeout=7.0)
+    seen: dict[str, object] = {"missing": _refused(lambda: LTXKernels.open(group, CPU, lambda: rest))}
     sys.path.insert(0, str(STAND_INS))
-    log = _Lines()
+    log = Lines()
     logging.getLogger("mgpu_runtime.exchange").addHandler(log)
     logging.getLogger("mgpu_runtime.exchange").setLevel(logging.INFO)
-    exchange = LTXKernels.open(group, CPU, timeout=7.0)
+    exchange = LTXKernels.open(group, CPU, lambda: rest)
     for _ in range(3):
         self_test.self_test(exchange, CPU)
     x = torch.arange(2 * 16 * 4 * 64).view(2, 16, 4, 64).bfloat16()

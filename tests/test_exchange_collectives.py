@@ -4,20 +4,24 @@ import errno
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_runtime.exchange import ExchangeError, ExchangeTimeout, board, processes
+from mgpu_runtime.exchange import ExchangeError, ExchangeTimeout, board, first_calls, processes, roll_call
 from mgpu_runtime.exchange.agree import gather_texts
+from mgpu_runtime.exchange.board import Board
 from mgpu_runtime.exchange.collectives import Collectives
 from mgpu_runtime.exchange.errors import PeerGone
 from mgpu_runtime.exchange.layout import Geometry, Move, deal, starts
 from mgpu_runtime.exchange.posting import Scratch
 from mgpu_runtime.exchange.processes import Processes
+from mgpu_runtime.exchange.roll_call import RollCall
 from mgpu_runtime.exchange.stream_order import StreamOrder
 from mgpu_runtime.exchange.waiting import Wait
+from tests.boards import two_boards
 from tests.spawn import run
 
 CPU = torch.device("cpu")
@@ -107,13 +111,19 @@ def _late(rank: int, group: dist.ProcessGroup) -> dict[str, object]:
             seen[name] = (str(error), error.missing, time.monotonic() - began)
             with pytest.raises(ExchangeError, match="cannot be used any more: rank 0 waited 0.4 s"):
                 exchange.send_recv_heads(x)
-    at_odds = Collectives.open(dist.new_group(), CPU, timeout=5.0)  # a group that is out of step afterwards
-    if rank == 1:
-        time.sleep(0.3)  # by then the other has posted its own, and would be ended by gloo
-    began = time.monotonic()
-    with pytest.raises(ExchangeError) as caught:
-        at_odds.send_recv_heads(torch.ones(1, 2 + rank, 4, 8))
-    seen["at odds"] = (str(caught.value), time.monotonic() - began)
+    halves, words = (torch.float16, torch.bfloat16), (torch.float32, torch.int32)
+    for name, x_at_odds in (
+        ("at odds", torch.ones(1, 2 + rank, 4, 8)),
+        ("halves", x.to(halves[rank])),
+        ("words", x.to(words[rank])),
+    ):
+        at_odds = Collectives.open(dist.new_group(), CPU, timeout=5.0)  # a group that is out of step afterwards
+        if rank == 1:
+            time.sleep(0.3)  # by then the other has posted its own, and would be ended by gloo
+        began = time.monotonic()
+        with pytest.raises(ExchangeError) as caught:
+            at_odds.send_recv_heads(x_at_odds)
+        seen[name] = (str(caught.value), time.monotonic() - began)
     with pytest.raises(ValueError, match="got one on meta"):
         patient.send_recv_heads(x.to("meta"))
     seen["texts"] = gather_texts(group, "é" * rank)
@@ -131,6 +141,67 @@ def test_a_late_rank_is_named_and_a_busy_one_waited_for() -> None:
     for rank, seen in enumerate((first, second)):
         text, seconds = seen["at odds"]
         assert f"rank {1 - rank} called another method there, or one with other sizes" in text and seconds < 2.0
+        for name, own, other in (("halves", "float16", "bfloat16"), ("words", "float32", "int32")):
+            text, seconds = seen[name]
+            own, other = (own, other) if rank == 0 else (other, own)
+            assert f"this rank gives torch.{own} there, rank {1 - rank} torch.{other}. All ranks must" in text
+            assert "sizes" not in text and seconds < 2.0
+
+
+def _on_hosts_of_their_own(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+    """Makes unlike calls where the ranks share no memory; returns what each raised."""
+    seen = {}
+    x = torch.ones(1, 2, 4, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "of", lambda *arguments, **keywords: None)
+        for name, calls in {
+            "sizes": (lambda one: one.send_recv_heads(torch.ones(1, 2000 * (1 + rank), 4, 8)),) * 2,
+            "methods": (lambda one: one.allgather(x), lambda one: one.send_recv_heads(x)),
+            "dtypes": (lambda one: one.allgather(x), lambda one: one.allgather(x.int())),
+            "one stays away": (lambda one: one.allgather(x), lambda one: time.sleep(1.5)),
+        }.items():
+            exchange = Collectives.open(dist.new_group(), CPU, timeout=1.0)
+            for _ in range(3):
+                exchange.gather_heads(exchange.send_recv_heads(x.double()))
+            with pytest.MonkeyPatch.context() as counted:
+                counted.setattr(first_calls, "RollCall", None)  # what was compared once is not compared again
+                exchange.send_recv_heads(x.double())
+            try:
+                calls[rank](exchange)
+            except ExchangeError as error:
+                seen[name] = str(error)
+    return seen
+
+
+def test_ranks_on_several_hosts_compare_each_kind_of_call_before_the_first() -> None:
+    for rank, seen in enumerate(run(_on_hosts_of_their_own, 2)):
+        assert f"rank {1 - rank} called another method there, or one with other sizes. All ranks" in seen["sizes"]
+        assert f"rank {1 - rank} called another method there" in seen["methods"]
+        assert f"rank {1 - rank} torch.{('int32', 'float32')[rank]}" in seen["dtypes"]
+        if rank == 0:
+            assert "waited 1 s in allgather number 8 over gloo for rank 1" in seen["one stays away"]
+
+
+class _Silent:
+    """A store whose process stands still."""
+
+    def add(self, key: str, number: int) -> int:
+        time.sleep(2.0)
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_store_that_does_not_answer_keeps_nobody(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(roll_call, "_CLOSE_SECONDS", 0.1)
+    began = time.monotonic()
+    with RollCall(mock.Mock(get_group_store=_Silent), "name", "word") as roll:
+        assert (roll.words, roll.missing, roll.failure) == (None, (), "")
+    assert time.monotonic() - began < 1.0
+    roll._thread.join()
+    assert "does not answer: Broken pipe" in roll.failure
+    with RollCall(mock.Mock(spec=[]), "name", "word") as roll:  # as before torch told it
+        assert roll.failure == "the group has no store"
 
 
 class _Life(Processes):
@@ -150,23 +221,36 @@ class _Life(Processes):
         return self._stopped
 
 
-def _opened(page_of: int) -> board.Board:
-    """Returns a board of two ranks of its own."""
-    return board.Board(page_of, 2, board.mmap.mmap(-1, board.mmap.PAGESIZE))
+def _unlike(one: Board, number: int) -> str:
+    try:
+        one.refuse_unlike(number, "this")
+    except ExchangeError as error:
+        return str(error)
+    return ""
 
 
 def test_the_board_tells_who_is_at_odds_and_says_nothing_of_what_is_over() -> None:
-    mine = _opened(0)
-    other = board.Board(1, 2, mine._page)
+    mine, other = two_boards()
     usual, odd = (Geometry(Move.SEND_RECV_HEADS, 1, (2, n), (2, 2), 8) for n in (2, 3))
-    mine.started(1, usual)
-    assert mine.unlike(1) == []  # the other has not come to it
-    other.started(1, odd)
-    assert mine.unlike(1) == [1] and other.unlike(1) == [0]
+    mine.started(1, usual, torch.float16)
+    assert not _unlike(mine, 1)  # the other has not come to it
+    other.started(1, odd, torch.bfloat16)
+    assert _unlike(mine, 1).startswith("rank 0 cannot do this: rank 1 called another method there, or one with other")
+    assert "sizes, and this rank gives torch.float16 there, rank 1 torch.bfloat16. All" in _unlike(mine, 1)
+    assert _unlike(other, 1).startswith("rank 1 cannot do this: rank 0 called another")
     for number in range(2, 40):
-        other.started(number, odd)
-    assert mine.unlike(1) == [] and mine.missing(2) == [0]
-    other._numbers.release()
+        other.started(number, odd, torch.bfloat16)
+    assert not _unlike(mine, 1) and mine.missing(2) == [0]
+    mine.close()
+
+
+def test_the_board_tells_when_all_have_left() -> None:
+    mine, other = two_boards()
+    mine.leave()
+    assert not mine.wait_until_all_left(0.05, _Life())
+    assert mine.wait_until_all_left(5.0, _Life(gone=True))  # who has ended writes to nobody
+    other.leave()
+    assert mine.wait_until_all_left(5.0, _Life())
     mine.close()
 
 

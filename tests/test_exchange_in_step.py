@@ -2,30 +2,21 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_runtime.exchange import ExchangeError, exchange_for, native, shared_memory
+from mgpu_runtime.exchange import ExchangeError, exchange_for, shared_memory
 from mgpu_runtime.exchange.segment import Segment
 from mgpu_runtime.exchange.shared_memory import SharedMemory
+from tests.csrc_ranks import do, opened, pair
 from tests.rank_group import RankGroup
-from tests.test_exchange_shared_memory import do, opened, set_up
+
+__all__ = ["pair"]
 
 open_of_peer = Segment.of_peer
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankGroup]:
-    try:
-        native.cpu_library()
-    except ExchangeError as error:
-        pytest.skip(str(error))
-    with RankGroup(2, set_up) as group:
-        yield group
 
 
 def forget_to_wait(exchange: SharedMemory) -> None:
@@ -60,6 +51,10 @@ def differ_in_dtype(exchange: SharedMemory) -> None:
     exchange.allgather(torch.ones(1, 2, dtype=(torch.float32, torch.bfloat16)[exchange.rank]))
 
 
+def differ_in_dtype_of_one_size(exchange: SharedMemory) -> None:
+    exchange.allgather(torch.ones(1, 2, dtype=(torch.float16, torch.bfloat16)[exchange.rank]))
+
+
 def differ_in_move(exchange: SharedMemory) -> None:
     x = torch.ones(1, 2, 2, 4)
     exchange.gather_heads(x) if exchange.rank else exchange.send_recv_heads(x)
@@ -73,6 +68,14 @@ def be_refused_on_one_rank(exchange: SharedMemory) -> None:
     exchange.send_recv_heads(x)
 
 
+def be_refused_in_pieces_on_one_rank(exchange: SharedMemory) -> None:
+    x = torch.ones(1, 4, 2, 4)
+    if exchange.rank == 0:
+        with pytest.raises(ValueError):  # heads that are not its share
+            exchange.start_gather_heads_of(lambda first, count: x.narrow(1, first, count), (2, 2), 5)
+    exchange.gather_heads(x)
+
+
 STEPS = (
     forget_to_wait,
     interleave,
@@ -80,8 +83,10 @@ STEPS = (
     differ_in_batch,
     differ_in_heads,
     differ_in_dtype,
+    differ_in_dtype_of_one_size,
     differ_in_move,
     be_refused_on_one_rank,
+    be_refused_in_pieces_on_one_rank,
 )
 
 

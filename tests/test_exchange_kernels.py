@@ -7,15 +7,19 @@ import ctypes
 import re
 import shutil
 import subprocess
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from mgpu_runtime.exchange import native
+from mgpu_runtime.exchange import ExchangeError, native
+from mgpu_runtime.exchange.board import Board
 from mgpu_runtime.exchange.layout import Geometry, Move, deal, starts
-from mgpu_runtime.exchange.peer_buffers import MAX_RANKS, Failure, PeerBuffers, Rows, _declared, _Page
-from mgpu_runtime.exchange.peer_memory import _with_whole_rows, rows_of
+from mgpu_runtime.exchange.peer_buffers import MAX_RANKS, Failure, PeerBuffers, _declared, _Page
+from mgpu_runtime.exchange.peer_memory import PeerMemory
+from mgpu_runtime.exchange.rows import Rows, rows_to_all, with_whole_rows
+from tests.boards import two_boards
 
 ARCHS = ("80", "90", "100", "120")
 THREADS = 512  # of the kernel
@@ -58,8 +62,8 @@ def exchange(shim, geometry, inputs, *, num_blocks, threads=THREADS, offset=0):
     counted = (ctypes.c_void_p * world)(*(part.ctypes.data + GUARD for part in counts))
     widths, shares = (ctypes.c_int * world)(), (ctypes.c_int * world)()
     for rank, x in enumerate(inputs):
-        x, strides = _with_whole_rows(geometry, x)
-        rows = rows_of(geometry, rank, strides)
+        x, strides = with_whole_rows(geometry, x)
+        rows = rows_to_all(geometry, rank, strides)
         ends = [shim.shim_target_end(ctypes.byref(row)) for row in rows]
         assert all(end <= size for end, size in zip(ends, sizes, strict=True))
         done = shim.shim_push(rows, x.data_ptr(), results, counted, world, num_blocks, threads, widths, shares)
@@ -190,10 +194,10 @@ def test_the_grid_fits_the_work_and_the_gpu(shim):
 def test_strided_inputs_are_copied_only_where_rows_are_not_whole():
     geometry = Geometry(Move.SEND_RECV_HEADS, 2, (3, 3), (2, 2), 16)
     x = torch.zeros(2, 3, 3, 4, 8, dtype=torch.bfloat16)
-    apart, strides = _with_whole_rows(geometry, x[:, :, 1])  # q of a joint q, k and v
+    apart, strides = with_whole_rows(geometry, x[:, :, 1])  # q of a joint q, k and v
     assert apart.data_ptr() == x[:, :, 1].data_ptr() and strides == (3 * 3 * 64, 3 * 64, 16)
     heads_first = torch.zeros(2, 4, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
-    copied, strides = _with_whole_rows(geometry, heads_first)
+    copied, strides = with_whole_rows(geometry, heads_first)
     assert copied.is_contiguous() and strides == (3 * 64, 64, 16)
 
 
@@ -206,9 +210,56 @@ def test_a_failure_is_read_from_the_page():
     assert buffers.failure() == Failure(number=7, missing=(0, 2), seconds=2.5)
 
 
+def _peer_memory(board: Board, *, gone: bool = False) -> PeerMemory:
+    """Returns rank 0 of two, without a GPU; the other rank has ended or not."""
+    exchange = object.__new__(PeerMemory)
+    exchange.rank, exchange.world_size, exchange._timeout, exchange._board = 0, 2, 0.1, board
+    exchange._processes = mock.Mock(is_gone=lambda rank: gone)
+    exchange._buffers, exchange._broken, exchange._calls, exchange._sources = mock.Mock(bank_bytes=1 << 20), "", 0, []
+    return exchange
+
+
+def test_memory_is_given_back_only_when_no_peer_can_write_to_it_any_more(caplog):
+    for left, gone, free in ((True, False, True), (False, True, True), (False, False, False)):
+        mine, other = two_boards()
+        exchange = _peer_memory(mine, gone=gone)
+        buffers = exchange._buffers
+        if left:
+            other.leave()
+        caplog.clear()
+        exchange.close()
+        exchange.close()
+        assert [call[0] for call in buffers.method_calls] == ["leave", "close"]
+        buffers.close.assert_called_once_with(free=free)
+        assert ("keeps 2 MB of its GPU's memory" in caplog.text) == (not free)
+    exchange = _peer_memory(None)  # where the others' processes cannot be seen
+    buffers = exchange._buffers
+    exchange.close()
+    buffers.close.assert_called_once_with(free=False)
+
+
+def test_a_peer_that_is_out_of_step_is_named_before_anything_is_written():
+    mine, other = two_boards()
+    exchange = _peer_memory(mine)
+    usual, odd = (Geometry(Move.SEND_RECV_HEADS, 1, (2, n), (2, 2), 8) for n in (2, 3))
+    exchange._compare(usual, torch.float16)
+    other.started(1, odd, torch.float16)
+    other.started(2, usual, torch.float16)
+    exchange._calls += 1
+    mine.started(2, usual, torch.float16)
+    with pytest.raises(ExchangeError, match="rank 0 cannot do exchange number 1 over csrc: rank 1 called another"):
+        exchange._refuse_unlike()
+    exchange._buffers.stop.assert_called_once_with()
+    with pytest.raises(ExchangeError, match="cannot be used any more: rank 0 cannot do exchange number 1"):
+        exchange.check()
+
+
 def test_python_and_c_agree_on_the_layout():
     header = (native.SOURCES / "exchange_rows.h").read_text()
     kernels = (native.SOURCES / "exchange_kernels.h").read_text()
+    cpu = (native.SOURCES / "exchange_cpu.c").read_text()
+    assert re.search(r"typedef struct {([^}]*)} Block;", cpu).group(1).count("uint64_t") == 3
+    assert _names(re.search(r"typedef struct {([^}]*)} Block;", cpu).group(1)) == [name for name, _ in Rows._fields_]
     assert _fields(header, "Rows") == [name for name, _ in Rows._fields_]
     assert _fields(kernels, "Page") == [name for name, _ in _Page._fields_]
     assert f"kMaxRanks = {MAX_RANKS};" in header
@@ -239,7 +290,10 @@ def test_kernels_compile_for_every_architecture(tmp_path):
 
 
 def _fields(source: str, name: str) -> list[str]:
-    body = re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL).group(1)
+    return _names(re.search(rf"struct {name} {{(.*?)}};", source, re.DOTALL).group(1))
+
+
+def _names(body: str) -> list[str]:
     lines = [re.sub(r"//.*", "", line) for line in body.splitlines()]
     return [field for line in lines for field in re.findall(r"(\w+)(?=[,;])", line)]
 

@@ -1,6 +1,10 @@
 """Building the exchange's native code: compilers that fail, caches that cannot be trusted, and what is left behind."""
 
+import errno
+import multiprocessing
 import os
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -59,6 +63,107 @@ def test_a_compiler_s_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(ExchangeError, match="could not build exchange_cpu.c: fatal error: no stdatomic.h"):
         native.cpu_library()
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def compiler_that(tmp_path: Path, does: str) -> Path:
+    """Makes a compiler of a few shell lines, with a compiler to call in $cc."""
+    real = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if real is None:
+        pytest.skip("no C compiler")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\ncc={real}\nfor out; do :; done\n{does}\n")
+    compiler.chmod(0o755)
+    return compiler
+
+
+def test_a_compiler_that_is_killed_leaves_nothing_that_is_taken_for_a_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LTX_MGPU_CACHE", str(cache))
+    monkeypatch.setenv("CC", str(compiler_that(tmp_path, '$cc "$@"; truncate -s 1000 "$out"; kill -9 $$')))
+    with pytest.raises(ExchangeError, match="was ended by SIGKILL; is memory short"):
+        native.cpu_library()
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def _load_in(cache: Path, compiler: Path) -> None:
+    os.environ.update(LTX_MGPU_CACHE=str(cache), CC=str(compiler))
+    native.cpu_library()
+
+
+def loader(cache: Path, compiler: Path) -> multiprocessing.Process:
+    """Starts a process that loads the library."""
+    process = multiprocessing.get_context("fork").Process(target=_load_in, args=(cache, compiler))
+    process.start()
+    return process
+
+
+def test_of_8_processes_that_build_at_once_one_does(tmp_path: Path) -> None:
+    compiler = compiler_that(tmp_path, f'echo once >> {tmp_path}/calls; exec $cc "$@"')
+    processes = [loader(tmp_path / "new" / "cache", compiler) for _ in range(8)]
+    for process in processes:
+        process.join(60.0)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert (tmp_path / "calls").read_text() == "once\n"
+
+
+def test_a_builder_that_is_killed_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache, pid = tmp_path / "cache", tmp_path / "pid"
+    compiler = compiler_that(tmp_path, f'[ -e {pid} ] && exec $cc "$@"; echo $$ > {pid}.part; mv {pid}.part {pid}\n')
+    compiler.write_text(compiler.read_text() + "exec sleep 60\n")
+    builder = loader(cache, compiler)
+    while not pid.exists():
+        assert builder.is_alive()
+        time.sleep(0.01)
+    builder.kill()
+    builder.join()
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    monkeypatch.setenv("LTX_MGPU_CACHE", str(cache))
+    monkeypatch.setenv("CC", str(compiler))
+    began = time.monotonic()
+    assert native.cpu_library().exchange_wait
+    assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_that_is_removed_during_a_build_is_an_error_and_the_next_build_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    cache, remove = tmp_path / "cache", f"[ -e {tmp_path}/removed ] || rm -r {tmp_path}/cache; touch {tmp_path}/removed"
+    lines = {"before": f'{remove}; exec $cc "$@"', "after": f'$cc "$@"; {remove}'}
+    monkeypatch.setenv("LTX_MGPU_CACHE", str(cache))
+    monkeypatch.setenv("CC", str(compiler_that(tmp_path, lines[when])))
+    with pytest.raises(ExchangeError, match="cache was removed during a build of exchange_cpu-.*: start again"):
+        native.cpu_library()
+    assert native.cpu_library().exchange_wait
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LTX_MGPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(compiler_that(tmp_path, 'exec $cc "$@"')))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(Path, "write_bytes", side_effect=full),
+        pytest.raises(ExchangeError, match="cannot be written to .*No space left on device.*LTX_MGPU_CACHE"),
+    ):
+        native.cpu_library()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    said = "/usr/bin/ld: final link failed: No space left on device\ncollect2: error: ld returned 1 exit status"
+    assert native._first_error(said).endswith("No space left on device")
+
+
+def test_a_cache_that_is_read_only_gives_what_is_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LTX_MGPU_CACHE", str(cache))
+    monkeypatch.setenv("CC", str(compiler_that(tmp_path, 'exec $cc "$@"')))
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    with mock.patch.object(os, "open", side_effect=denied):  # as root, a folder's mode would forbid nothing
+        with pytest.raises(ExchangeError, match=r"cache cannot be written to \(.*denied\); name another folder"):
+            native.cpu_library()
+    native.cpu_library()
+    with mock.patch.object(os, "open", side_effect=denied):
+        assert native.cpu_library().exchange_wait
 
 
 def test_a_compiler_s_name_that_is_no_command_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -12,20 +11,12 @@ import torch
 import torch.distributed as dist
 
 from mgpu_runtime.exchange import ExchangeError, exchange_for, native, shared_memory
-from mgpu_runtime.exchange.segment import Segment, free_memory
+from mgpu_runtime.exchange.segment import BANKS, Segment, free_memory
 from mgpu_runtime.exchange.shared_memory import SharedMemory
+from tests.csrc_ranks import do, opened, pair, set_up
 from tests.rank_group import RankGroup
 
-
-def set_up(rank: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
-def opened(copy_out: bool = False, timeout: float = 30.0) -> SharedMemory:
-    exchange = exchange_for(None if not dist.is_initialized() else dist.group.WORLD, transport="csrc", timeout=timeout)
-    assert isinstance(exchange, SharedMemory)
-    exchange.copy_out = copy_out
-    return exchange
+__all__ = ["pair"]
 
 
 def marked(rank: int, number: int, tokens: int, heads: int, channels: int = 16) -> torch.Tensor:
@@ -40,21 +31,6 @@ def is_from_all(result: torch.Tensor, exchange: SharedMemory, number: int, token
     mine = slice(exchange.rank * each, (exchange.rank + 1) * each)
     want = torch.cat([marked(r, number, count, heads)[:, :, mine] for r, count in enumerate(tokens)], dim=1)
     return torch.equal(result, want)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankGroup]:
-    try:
-        native.cpu_library()
-    except ExchangeError as error:
-        pytest.skip(str(error))
-    with RankGroup(2, set_up) as group:
-        yield group
-
-
-def do(ranks: RankGroup, fn: Callable, *args: object) -> list:
-    """Runs a function on every rank; each returns a list of what was wrong."""
-    assert ranks.ask(fn, *args) == [[]] * ranks.world_size
 
 
 def grow(group: dist.ProcessGroup) -> list[int]:
@@ -88,7 +64,7 @@ def views(group: dist.ProcessGroup) -> list[str]:
         if not all(is_from_all(x, exchange, n, tokens, 4) for x, n in zip(results, numbers, strict=True)):
             wrong.append(f"values of {number}")
         first = [x.data_ptr() for x in results]
-        if not exchange._own.place(0, 0) <= min(first) <= max(first) < exchange._own.place(2, 0):
+        if not exchange._own.place(0, 0) <= min(first) <= max(first) < exchange._own.place(BANKS, 0):
             wrong.append("a result is no view of the bank")
         if results[0].untyped_storage().nbytes() != results[0].nbytes:
             wrong.append("saving a result would save more than it")

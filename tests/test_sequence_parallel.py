@@ -88,13 +88,13 @@ def _poisoned(rank: int, group) -> float:
 def _timeouts(group) -> list[float]:
     """Returns the exchange's timeout at each attention of video to video, in two forwards of one shape."""
     model, seen = _wrap(random_transformer(num_heads=HEADS_RANDOM), group), []
-    gather = model.attn_mgr.gather
+    gather = model.attn_mgr.start_gather
 
     def watched(x: torch.Tensor) -> torch.Tensor:
         seen.append(model.attn_mgr.exchange.timeout)
         return gather(x)
 
-    model.attn_mgr.gather = watched
+    model.attn_mgr.start_gather = watched
     for _ in range(2):
         model.predict(*_streams(5, 1))
     return [*seen, model.attn_mgr.exchange.timeout]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import AgreementLost, ExchangeError, GaveUp
+from .roll_call import RollCall
 from .waiting import Wait
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ FIRST_SECONDS = 60.0  # for a first agreement, before anything is known of the o
 PATIENCE = 10.0  # seconds
 _WHAT = "the ranks' agreement on an exchange"
 _GAVE_UP = "\x18"  # begins what a rank says that has left the steps of an opening
+_FAILED = "\x15"  # begins what a rank says that has failed in the step all ranks are in
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,23 @@ def gather_texts(
     PeerGone or AgreementLost where one has left the group, GaveUp where one has failed and is in `agree_on` by now.
     """
     said = _gather(group, text, timeout, processes, patience)
-    failure = _failure(said)
+    failure = _failure(said, _GAVE_UP)
     if failure:
         raise GaveUp(failure)
+    return said
+
+
+def gather_or_fail(
+    group: dist.ProcessGroup, failure: str, text: str = "", *, timeout: float = FIRST_SECONDS
+) -> list[str]:
+    """Returns what each rank said, by rank, where none has failed. Collective.
+
+    `failure` is why this rank has, or empty. Raises ExchangeError with it on every rank alike, and as `gather_texts`.
+    """
+    said = gather_texts(group, f"{_FAILED}{failure}" if failure else text, timeout=timeout)
+    failure = _failure(said, _FAILED)
+    if failure:
+        raise ExchangeError(failure)
     return said
 
 
@@ -71,7 +87,7 @@ def agree_on(group: dist.ProcessGroup, failure: str, *, timeout: float) -> str:
     `failure` is this rank's reason, or empty. A rank that failed may call this while the others are in `gather_texts`,
     which raises GaveUp there: the ranks have agreed by that, and the others do not call this. Raises as `gather_texts`.
     """
-    return _failure(_gather(group, f"{_GAVE_UP}{failure}" if failure else "", timeout, None, PATIENCE))
+    return _failure(_gather(group, f"{_GAVE_UP}{failure}" if failure else "", timeout, None, PATIENCE), _GAVE_UP)
 
 
 def wait_for(work: dist.Work, wait: Wait) -> None:
@@ -96,6 +112,12 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Returns the ranks of a group's members in the world; nothing where those are the ranks in the group."""
+    numbers = tuple(dist.get_process_group_ranks(group))
+    return () if numbers == tuple(range(len(numbers))) else numbers
+
+
 def _gather(
     group: dist.ProcessGroup, text: str, timeout: float, processes: "Processes | None", patience: float
 ) -> list[str]:
@@ -105,7 +127,17 @@ def _gather(
     watch = _watch.get()
     if processes is None and watch is not None and watch.group is group:
         processes, patience = watch.processes, watch.patience
-    wait = Wait(dist.get_rank(group), _WHAT, timeout, lambda: (), processes=processes, stopped_after=patience)
+    # Where nothing is known of the others' processes, their words in the store tell who has not come.
+    roll = RollCall(group, "opening", "here") if processes is None else None
+    wait = Wait(
+        dist.get_rank(group),
+        _WHAT,
+        timeout,
+        lambda: () if roll is None else roll.missing,
+        processes=processes,
+        stopped_after=patience,
+        global_ranks=global_ranks(group),
+    )
     try:
         try:
             work = dist.all_gather(all_of_them, mine, group=group, async_op=True)
@@ -117,11 +149,15 @@ def _gather(
         raise
     except RuntimeError as error:
         raise AgreementLost(f"the ranks cannot agree on an exchange: {error}") from error
+    finally:
+        if roll is not None:
+            roll.close()
     return [bytes(texts.cpu().tolist()).rstrip(b"\0").decode(errors="ignore") for texts in all_of_them]
 
 
-def _failure(said: list[str]) -> str:
-    failed = {rank: text.removeprefix(_GAVE_UP) for rank, text in enumerate(said) if text.startswith(_GAVE_UP)}
+def _failure(said: list[str], sign: str) -> str:
+    """Returns the first failure among what the ranks said, or nothing. One of all ranks counts as nobody's own."""
+    failed = {rank: text.removeprefix(sign) for rank, text in enumerate(said) if text.startswith(sign)}
     if not failed:
         return ""
     rank, text = next(iter(failed.items()))

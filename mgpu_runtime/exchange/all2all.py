@@ -6,7 +6,7 @@ one rank, D channels of a head.
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
@@ -17,6 +17,7 @@ from .errors import ExchangeError
 from .layout import Geometry, Move, deal
 
 DEFAULT_TIMEOUT = 10.0  # seconds
+Make = Callable[[int, int], Tensor]  # makes some tokens of a tensor: the first of them, and how many
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _INTEGERS = (int, torch.SymInt)  # the second is a size of a graph that is being compiled, and must stay one
 
@@ -34,9 +35,10 @@ class Pending(Protocol):
 class All2All(ABC):
     """Moves tensors between the ranks of one group, byte-exact; `gather_heads(send_recv_heads(x)) == x`.
 
-    Every rank of the group calls the same methods with fitting shapes in the same order, waits in that order, and has
-    its starts and waits interleaved alike: where one waits before it starts the next exchange, all do. `csrc` on the
-    CPU raises ExchangeError on ranks that are out of step; the others may return wrong values or wait in vain.
+    Every rank of the group calls the same methods with fitting shapes in the same order, waits in the same order, and
+    has its starts and waits interleaved alike: where one waits before it starts the next exchange, all do. Ranks of one
+    host whose calls differ, in sizes or dtype too, raise ExchangeError; on several hosts each kind of call is compared
+    the first time only, and what differs later may give wrong values or wait in vain.
 
     `tokens` holds the token count of every rank and may be uneven, zeros included; without it all ranks hold as many.
     Heads are dealt by `deal`: the first H mod W ranks own one more. Inputs are plain tensors with memory of their own;
@@ -90,6 +92,15 @@ class All2All(ABC):
         """Starts `gather_heads`."""
         return self._begin(Move.GATHER_HEADS, x, tokens, num_heads)
 
+    def start_gather_heads_of(self, make: Make, tokens: Sequence[int], num_heads: int | None = None) -> Pending:
+        """Starts `gather_heads` of a tensor that does not exist yet.
+
+        `make(first, count)` returns its tokens from `first` on, (B, count, h, D), a plain tensor each time. A transport
+        that serves its peers in turn has the tokens for each made just before it sends them, the own last: they travel
+        while the rest are made. Others have all made at once. Results that were good at the call are good in `make`.
+        """
+        return self.start_gather_heads(make(0, sum(tokens)), tokens, num_heads)
+
     def start_allgather(self, x: Tensor, tokens: Sequence[int] | None = None) -> Pending:
         """Starts `allgather`."""
         return self._begin(Move.ALLGATHER, x, tokens)
@@ -115,53 +126,53 @@ class All2All(ABC):
 
     def _begin(self, move: Move, x: Tensor, tokens: Sequence[int] | None, num_heads: int | None = None) -> Pending:
         if self.world_size == 1:
-            self._shares(move, x, tokens, num_heads)
-            return _Once(Done(x))
+            self._shares(move, x.shape, tokens, num_heads)
+            return Once(Done(x))
         try:
-            _check_memory(x, move)
-            shares = self._shares(move, x, tokens, num_heads)
+            check_memory(x, move)
+            shares = self._shares(move, x.shape, tokens, num_heads)
         except ValueError:
             self._refused()
             raise
         per_head = x.shape[3:] if move is not Move.ALLGATHER else x.shape[2:]
         geometry = Geometry(move, x.shape[0], *shares, per_head.numel() * x.element_size())
-        return _Once(self._start(geometry, x))
+        return Once(self._start(geometry, x))
 
     def _shares(
-        self, move: Move, x: Tensor, tokens: Sequence[int] | None, num_heads: int | None
+        self, move: Move, shape: Sequence[int], tokens: Sequence[int] | None, num_heads: int | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the tokens and the heads of every rank. Raises ValueError where x does not fit them."""
-        _check_dims(x, move)
+        """Returns the tokens and the heads of every rank. Raises ValueError where x's shape does not fit them."""
+        _check_dims(shape, move)
         world_size = self.world_size
-        counts = self._counts(move, x) if tokens is None else _integers("tokens", tokens)
+        counts = self._counts(move, shape[1]) if tokens is None else _integers("tokens", tokens)
         if len(counts) != world_size or min(counts) < 0:
             raise ValueError(f"tokens must hold a count for each of {world_size} ranks, got {list(counts)}")
         held = counts[self.rank] if move is not Move.GATHER_HEADS else sum(counts)
-        if x.shape[1] != held:
-            raise ValueError(f"{move.value} got {x.shape[1]} tokens where tokens={list(counts)} says {held}")
+        if shape[1] != held:
+            raise ValueError(f"{move.value} got {shape[1]} tokens where tokens={list(counts)} says {held}")
         if move is Move.ALLGATHER:
             return counts, (1,) * world_size
         if move is Move.SEND_RECV_HEADS:
-            return counts, deal(x.shape[2], world_size)
-        total = x.shape[2] * world_size if num_heads is None else _integers("num_heads", (num_heads,))[0]
+            return counts, deal(shape[2], world_size)
+        total = shape[2] * world_size if num_heads is None else _integers("num_heads", (num_heads,))[0]
         heads = deal(total, world_size)
-        if x.shape[2] != heads[self.rank]:
+        if shape[2] != heads[self.rank]:
             raise ValueError(
-                f"gather_heads got {x.shape[2]} heads where rank {self.rank} of {world_size} owns {heads[self.rank]} "
+                f"gather_heads got {shape[2]} heads where rank {self.rank} of {world_size} owns {heads[self.rank]} "
                 f"of {total}: say with num_heads how many all ranks hold"
             )
         return counts, heads
 
-    def _counts(self, move: Move, x: Tensor) -> tuple[int, ...]:
+    def _counts(self, move: Move, held: int) -> tuple[int, ...]:
         """Returns the tokens of every rank where all hold as many."""
         if move is not Move.GATHER_HEADS:
-            return (x.shape[1],) * self.world_size
-        if x.shape[1] % self.world_size:
+            return (held,) * self.world_size
+        if held % self.world_size:
             raise ValueError(
-                f"{x.shape[1]} tokens do not divide over {self.world_size} ranks: say with tokens=[...] how many each "
+                f"{held} tokens do not divide over {self.world_size} ranks: say with tokens=[...] how many each "
                 "rank gets"
             )
-        return (x.shape[1] // self.world_size,) * self.world_size
+        return (held // self.world_size,) * self.world_size
 
     def _refused(self) -> None:  # noqa: B027  (most transports cannot tell)
         """Notes that a call was refused before it began, for transports that can tell a rank that is out of step."""
@@ -184,7 +195,7 @@ class Done:
         return self._result
 
 
-class _Once:
+class Once:
     """What the caller waits with. A second wait would have the ranks out of step, so it is refused."""
 
     def __init__(self, pending: Pending) -> None:
@@ -217,11 +228,11 @@ def result_shape(geometry: Geometry, rank: int, x: Tensor) -> torch.Size:
     return torch.Size((batch, tokens, heads, *x.shape[3:]))
 
 
-def _check_dims(x: Tensor, move: Move) -> None:
+def _check_dims(shape: Sequence[int], move: Move) -> None:
     least = 2 if move is Move.ALLGATHER else 4
-    if x.dim() < least or (move is not Move.ALLGATHER and x.dim() != 4):
+    if len(shape) < least or (move is not Move.ALLGATHER and len(shape) != 4):
         wanted = "(B, tokens, ...)" if move is Move.ALLGATHER else "(B, tokens, heads, channels)"
-        raise ValueError(f"{move.value} takes a tensor {wanted}, got {tuple(x.shape)}")
+        raise ValueError(f"{move.value} takes a tensor {wanted}, got {tuple(shape)}")
 
 
 def _integers(name: str, counts: Sequence[int]) -> tuple[int, ...]:
@@ -232,7 +243,7 @@ def _integers(name: str, counts: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(f"{name} must be whole numbers: {error}") from error
 
 
-def _check_memory(x: Tensor, move: Move) -> None:
+def check_memory(x: Tensor, move: Move) -> None:
     """Raises ValueError unless x's values lie in memory as its strides say, which is where transports read them."""
     given = ""
     if x.layout is not torch.strided or x.is_nested:

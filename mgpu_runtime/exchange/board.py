@@ -4,32 +4,37 @@ import contextlib
 import mmap
 import os
 import stat
+import time
 import zlib
+from collections.abc import Sequence
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 from .agree import PATIENCE, gather_texts
+from .errors import ExchangeError, ranks
 from .layout import Geometry
 from .processes import Processes
 
 _NAME = "ltx-mgpu-board"
 _NONE = "none"
 _TOKEN_BYTES = 16  # at the beginning of the page
-_KEPT = 16  # last exchanges of a rank whose marks the page holds
-_WORDS = 2 + _KEPT  # per rank: exchanges started, whether it waits, marks
+KEPT = 16  # last exchanges of a rank whose marks the page holds
+_STARTED, _WAITS, _LEFT, _CALLS, _DTYPES = 0, 1, 2, 3, 3 + KEPT  # places among a rank's words
+_WORDS = _DTYPES + KEPT  # of one rank
 _SECONDS = 30.0  # the ranks wait for each other in a step of opening, which takes a moment
 
 
 class Board:
-    """For each rank the number of exchanges it has started, what the last ones were, and whether it waits now.
+    """For each rank the number of exchanges it has started, what the last ones were, and whether it waits or has left.
 
     Only for telling who is missing or at odds: a rank writes its own words and reads the others', without any order to
     other memory.
     """
 
-    def __init__(self, rank: int, world_size: int, page: mmap.mmap) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int, page: mmap.mmap, global_ranks: Sequence[int] = ()) -> None:
+        self._rank, self._world_size, self._global_ranks = rank, world_size, global_ranks
         self._page = page
         self._numbers = memoryview(page)[_TOKEN_BYTES:].cast("Q")[: _WORDS * world_size]
 
@@ -55,7 +60,7 @@ class Board:
             page = _map(processes.pid(0), place, size) if place != _NONE else None
             complete = _NONE not in gather(_NONE if page is None else "mapped")
             if page is not None and complete:
-                board, page = cls(rank, world_size, page), None
+                board, page = cls(rank, world_size, page, processes.global_ranks), None
                 return board
             return None
         finally:
@@ -64,45 +69,106 @@ class Board:
             if page is not None:
                 page.close()
 
-    def started(self, count: int, geometry: Geometry) -> None:
+    def started(self, count: int, geometry: Geometry, dtype: torch.dtype) -> None:
         """Says that this rank has started `count` exchanges in all, the last of them this one."""
-        first = _WORDS * self._rank
-        self._numbers[first + 2 + count % _KEPT] = _mark(count, geometry)
-        self._numbers[first] = count
+        self._say(_CALLS + count % KEPT, _mark(count, call_in_words(geometry)))
+        self._say(_DTYPES + count % KEPT, _mark(count, str(dtype)))
+        self._say(_STARTED, count)
 
-    def unlike(self, count: int) -> list[int]:
-        """Returns the ranks whose exchange number `count` is another than this rank's, as far as the page tells."""
-        place = 2 + count % _KEPT
-        marks = [self._numbers[_WORDS * rank + place] for rank in range(len(self._numbers) // _WORDS)]
-        own = marks[self._rank]
-        # A mark holds its number, so that one that is older or newer, or not yet there, says nothing.
-        return [rank for rank, mark in enumerate(marks) if mark != own and mark >> 32 == own >> 32]
+    def refuse_unlike(self, count: int, what: str) -> None:
+        """Raises ExchangeError where exchange number `count`, which is `what`, is another one on another rank.
+
+        Each rank says what it does before it looks. So of two that are at odds the later one finds this out before it
+        has sent anything, and the earlier one while it waits.
+        """
+        unlike = self._unlike(_CALLS, count)
+        dtypes = {rank: _dtype_in_words(mark) for rank, mark in self._unlike(_DTYPES, count).items()}
+        if unlike or dtypes:
+            own = _dtype_in_words(self._asked(self._rank, _DTYPES + count % KEPT))
+            raise unlike_calls(self._rank, what, list(unlike), own, dtypes, self._global_ranks)
 
     def wait_begins(self) -> None:
-        self._numbers[_WORDS * self._rank + 1] = 1
+        self._say(_WAITS, 1)
 
     def wait_ends(self) -> None:
-        self._numbers[_WORDS * self._rank + 1] = 0
+        self._say(_WAITS, 0)
+
+    def leave(self) -> None:
+        """Says that this rank will touch no other rank's memory any more."""
+        self._say(_LEFT, 1)
+
+    def wait_until_all_left(self, seconds: float, processes: Processes) -> bool:
+        """Tells whether all ranks have left within so many seconds, or have ended."""
+        deadline = time.monotonic() + seconds
+        while True:
+            here = [rank for rank in range(self._world_size) if not self._asked(rank, _LEFT)]
+            if all(processes.is_gone(rank) for rank in here):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
 
     def missing(self, count: int) -> list[int]:
         """Returns the ranks that have started fewer than `count` exchanges."""
-        return [rank for rank in range(len(self._numbers) // _WORDS) if self._numbers[_WORDS * rank] < count]
+        return [rank for rank in range(self._world_size) if self._asked(rank, _STARTED) < count]
 
     def waits(self, rank: int) -> bool:
         """Tells whether a rank waits for others."""
-        return self._numbers[_WORDS * rank + 1] == 1
+        return self._asked(rank, _WAITS) == 1
 
     def close(self) -> None:
         """Gives the page back. May be called once."""
         self._numbers.release()
         self._page.close()
 
+    def _say(self, place: int, word: int) -> None:
+        self._numbers[_WORDS * self._rank + place] = word
 
-def _mark(count: int, geometry: Geometry) -> int:
-    """Returns a word for an exchange: its number above, a checksum of what every rank must mean alike below."""
+    def _asked(self, rank: int, place: int) -> int:
+        return self._numbers[_WORDS * rank + place]
+
+    def _unlike(self, first: int, count: int) -> dict[int, int]:
+        """Returns the marks of exchange number `count` that are another than this rank's, by rank."""
+        marks = [self._asked(rank, first + count % KEPT) for rank in range(self._world_size)]
+        own = marks[self._rank]
+        # A mark holds its number, so that one that is older or newer, or not yet there, says nothing.
+        return {rank: mark for rank, mark in enumerate(marks) if mark != own and mark >> 32 == own >> 32}
+
+
+def call_in_words(geometry: Geometry) -> str:
+    """Returns what every rank must mean alike in an exchange."""
     sizes = [int(size) for size in (geometry.batch, *geometry.tokens, *geometry.heads, geometry.head_bytes)]
-    said = f"{geometry.move.value} {sizes}"
-    return (count & 0xFFFFFFFF) << 32 | zlib.crc32(said.encode())
+    return f"{geometry.move.value} {sizes}"
+
+
+def unlike_calls(
+    rank: int, what: str, unlike: Sequence[int], dtype: str, dtypes: dict[int, str], global_ranks: Sequence[int]
+) -> ExchangeError:
+    """Returns the error of a rank in `what` where the ranks `unlike` make another call.
+
+    `dtype` is that of this rank's tensor, `dtypes` those of the ranks that give another.
+    """
+    faults = []
+    if unlike:
+        faults.append(f"{ranks(unlike, global_ranks)} called another method there, or one with other sizes")
+    if dtypes:
+        others = ", ".join(f"{ranks([other], global_ranks)} {name}" for other, name in dtypes.items())
+        faults.append(f"this rank gives {dtype} there, {others}")
+    return ExchangeError(
+        f"{ranks([rank], global_ranks)} cannot do {what}: {', and '.join(faults)}. All ranks must make the same calls "
+        "in the same order, and mean the same tokens, heads and dtype"
+    )
+
+
+def _mark(count: int, text: str) -> int:
+    """Returns a word for an exchange: its number above, a checksum of a text below."""
+    return (count & 0xFFFFFFFF) << 32 | zlib.crc32(text.encode())
+
+
+def _dtype_in_words(mark: int) -> str:
+    """Returns the dtype that a mark was made of."""
+    names = (str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
+    return next((name for name in names if zlib.crc32(name.encode()) == mark & 0xFFFFFFFF), "another dtype")
 
 
 def _create(size: int, token: bytes) -> int | None:

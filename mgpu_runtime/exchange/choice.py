@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +36,6 @@ class _Settings:
     wait_while_busy: bool
     processes: Processes
 
-    def own(self) -> dict[str, Any]:
-        """Returns what the exchange is told of how to wait and what to return."""
-        return {"timeout": self.timeout, "copy_out": self.copy_out, "wait_while_busy": self.wait_while_busy}
-
 
 Opener = Callable[[dist.ProcessGroup, torch.device, _Settings], All2All]
 
@@ -62,9 +57,9 @@ def exchange_for(
 
     Raises ValueError for a transport that does not exist or is not for the device, ExchangeError, on every rank, where
     none works, or the one asked for does not. A rank that does not come at all is waited for `timeout` or 60 seconds,
-    whichever is more, and cannot be named. One that ends or is stopped later is named, the former within seconds, the
-    latter once it has been stopped for `timeout` seconds. These raise PeerGone and ExchangeTimeout, and AgreementLost
-    where a rank is out of step; the group's collectives are of no more use then.
+    whichever is more, and named where the group has a store. One that ends or is stopped later is named, the former
+    within seconds, the latter once it has been stopped for `timeout` seconds. These raise PeerGone and ExchangeTimeout,
+    and AgreementLost where a rank is out of step; the group's collectives are of no more use then.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"the exchange needs a process group that this process is a member of, got {group!r}")
@@ -148,9 +143,13 @@ def _attempt(
     """
     opened: list[All2All] = []
     seconds = COMPILE_SECONDS[device.type] if name == "csrc" else 2 * FIRST_SECONDS
+
+    def open_it() -> None:
+        opened.append(_OPENERS[device.type][name](group, device, settings))
+        opened[0].copy_out = settings.copy_out
+
     try:
-        opener = _OPENERS[device.type][name]
-        reason = _step(lambda: opened.append(opener(group, device, settings)), group, seconds, _LOST)
+        reason = _step(open_it, group, seconds, _LOST)
         if not reason:
             # A path that loses data also ends in a timeout here; whether a rank is lost the agreement behind it tells.
             reason = _step(lambda: self_test(opened[0], device), group, 2 * SECONDS, (AgreementLost,))
@@ -214,14 +213,28 @@ def _csrc(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -
     if device.type == "cpu":
         from .shared_memory import SharedMemory
 
-        return SharedMemory(group, **settings.own())
+        return SharedMemory(group, timeout=settings.timeout, wait_while_busy=settings.wait_while_busy)
     from .peer_memory import PeerMemory
 
-    return PeerMemory(group, device=device, timeout=settings.timeout, copy_out=settings.copy_out)
+    return PeerMemory(group, device, settings.processes, timeout=settings.timeout)
+
+
+def _symmetric_memory(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -> All2All:
+    return SymmetricMemory.open(group, device, settings.processes, timeout=settings.timeout)
+
+
+def _ltx_kernels(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -> All2All:
+    return LTXKernels.open(group, device, lambda: _collectives(group, device, settings))
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device, settings: _Settings) -> All2All:
-    return Collectives.open(group, device, processes=settings.processes, **settings.own())
+    return Collectives.open(
+        group,
+        device,
+        processes=settings.processes,
+        timeout=settings.timeout,
+        wait_while_busy=settings.wait_while_busy,
+    )
 
 
 _OPENERS: dict[str, dict[str, Opener]] = {
@@ -231,8 +244,8 @@ _OPENERS: dict[str, dict[str, Opener]] = {
     },
     "cuda": {
         "csrc": _csrc,
-        "symmetric_memory": lambda group, device, settings: SymmetricMemory.open(group, device, **settings.own()),
-        "ltx_kernels": lambda group, device, settings: LTXKernels.open(group, device, **settings.own()),
+        "symmetric_memory": _symmetric_memory,
+        "ltx_kernels": _ltx_kernels,
         "nccl": _collectives,
     },
 }

@@ -1,6 +1,7 @@
 """The exchange over torch.distributed's collectives: NCCL on CUDA, gloo on the CPU."""
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from .agree import PATIENCE, device_of, gather_texts, wait_for
 from .all2all import DEFAULT_TIMEOUT, All2All, Done, Pending, result_shape
 from .board import Board
-from .errors import ExchangeError, ExchangeTimeout, ranks
+from .errors import ExchangeError, ExchangeTimeout, unusable
+from .first_calls import FirstCalls
 from .layout import Geometry, Move
 from .posting import Scratch, Sent, collect, trade
 from .processes import Processes
@@ -36,19 +38,19 @@ class Collectives(All2All):
         *,
         device: torch.device | None = None,
         timeout: float = DEFAULT_TIMEOUT,
-        copy_out: bool = True,
         wait_while_busy: bool = False,
         processes: Processes | None = None,
         board: Board | None = None,
         has_all_to_all: bool = True,
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout, copy_out=copy_out)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         self.group = group
         self.device = device or device_of(group)
         self.transport = _backend(group, self.device)
         self.description = self.transport
         self._wait_while_busy = wait_while_busy
         self._processes, self._board = processes, board
+        self._first_calls: FirstCalls | None = None
         self._has_all_to_all = has_all_to_all
         self._order = StreamOrder(self._begin_wait) if self.device.type == "cuda" else None
         self._scratch = Scratch(keep=8 if self.device.type == "cpu" else 0)  # CUDA's allocator keeps memory itself
@@ -61,10 +63,9 @@ class Collectives(All2All):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
-        copy_out: bool = True,
-        wait_while_busy: bool = False,
         processes: Processes | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        wait_while_busy: bool = False,
     ) -> Self:
         """Makes the exchange of a group whose collectives take tensors of `device`. Collective.
 
@@ -74,16 +75,12 @@ class Collectives(All2All):
         _backend(group, device)
         if processes is None:
             processes = Processes.of(group)
-        return cls(
-            group,
-            device=device,
-            timeout=timeout,
-            copy_out=copy_out,
-            wait_while_busy=wait_while_busy,
-            processes=processes,
-            board=Board.of(group, processes, patience=timeout),
-            has_all_to_all=_has_all_to_all(group, device, processes, timeout),
-        )
+        exchange = cls(group, device=device, timeout=timeout, wait_while_busy=wait_while_busy, processes=processes)
+        exchange._board = Board.of(group, processes, patience=timeout)
+        if exchange._board is None:
+            exchange._first_calls = FirstCalls.of(group)
+        exchange._has_all_to_all = _has_all_to_all(group, device, processes, timeout)
+        return exchange
 
     def close(self) -> None:
         if self._board is not None:
@@ -94,17 +91,13 @@ class Collectives(All2All):
 
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         self._check(x)
-        what = f"{geometry.move.value} number {self._count + 1} over {self.transport}"
         x = x.detach().resolve_conj().resolve_neg()  # the bytes that lie there are another number's
-        self._count += 1
-        if self._board is not None:
-            self._board.started(self._count, geometry)
+        what = self.begin(geometry, x.dtype)
         if x.numel() == 0 and not any(geometry.result_bytes(rank) for rank in range(self.world_size)):
             return Done(x.new_empty(result_shape(geometry, self.rank, x)))
         both_ways = self._has_all_to_all and geometry.move is not Move.ALLGATHER
         watched = self._order is not None and not is_capturing()
         try:
-            self._refuse_unlike(self._count, what)
             if watched:
                 self._order.make_room()
                 arrived = mark(x.device)
@@ -115,29 +108,38 @@ class Collectives(All2All):
             self._order.add(self._count, what, arrived, sent.work, self.timeout)
         return _Posted(self, sent, self._count, what)
 
+    def begin(self, geometry: Geometry, dtype: torch.dtype) -> str:
+        """Counts an exchange and says on every rank what it is; returns that for messages.
+
+        Raises ExchangeError where another rank's is another one: gloo would end the process on its sizes.
+        """
+        self._refuse_if_broken()
+        self._count += 1
+        what = f"{geometry.move.value} number {self._count} over {self.transport}"
+        try:
+            if self._board is not None:
+                self._board.started(self._count, geometry, dtype)
+                self._board.refuse_unlike(self._count, what)
+            elif self._first_calls is not None:
+                self._first_calls.meet(
+                    self._count,
+                    geometry,
+                    dtype,
+                    what,
+                    lambda missing: self._begin_wait(self._count, what, missing=missing),
+                )
+        except ExchangeError as error:
+            self._fail(error, self._count, what)
+            raise
+        return what
+
     def _refuse_if_broken(self) -> None:
         if self._broken:
-            raise ExchangeError(f"this exchange cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
 
     def _check(self, x: Tensor) -> None:
-        self._refuse_if_broken()
         if x.device.type != self.device.type:
             raise ValueError(f"{self.transport} moves {self.device.type} tensors, got one on {x.device}")
-
-    def _refuse_unlike(self, number: int, what: str) -> None:
-        """Raises ExchangeError where another rank's exchange is another one: gloo would end the process on its sizes.
-
-        Each rank says on the board what it does before it looks, and posts after that. So of two that are at odds the
-        later one posts nothing, and the earlier one finds this out while it waits.
-        """
-        unlike = self._board.unlike(number) if self._board is not None else ()
-        if unlike:
-            names = self._processes.global_ranks if self._processes is not None else ()
-            raise ExchangeError(
-                f"{ranks([self.rank], names)} cannot do {what}: {ranks(unlike, names)} called another method there, or "
-                "one with other sizes. All ranks must make the same calls in the same order, and mean the same tokens "
-                "and heads"
-            )
 
     def _fail(self, error: RuntimeError | OSError, number: int, what: str) -> ExchangeError:
         """Closes the exchange to further use and returns what to raise."""
@@ -149,7 +151,8 @@ class Collectives(All2All):
     def _explained(self, error: RuntimeError | OSError, number: int, what: str) -> ExchangeError:
         """Returns an error that names the ranks that are at odds, or have ended, if that is behind it."""
         try:
-            self._refuse_unlike(number, what)
+            if self._board is not None:
+                self._board.refuse_unlike(number, what)
             self._begin_wait(number, what).check_gone()
         except ExchangeError as reason:
             return reason
@@ -183,19 +186,24 @@ class Collectives(All2All):
                 board.wait_ends()
         work.wait(timedelta(seconds=1))  # raises what the collective met
 
-    def _begin_wait(self, number: int, what: str, least: float = 0.0) -> Wait:
-        """Begins to wait for an exchange, for `least` seconds or the timeout, whichever is more."""
+    def _begin_wait(
+        self, number: int, what: str, least: float = 0.0, missing: Callable[[], Sequence[int]] = tuple
+    ) -> Wait:
+        """Begins to wait for an exchange, for `least` seconds or the timeout, whichever is more.
+
+        `missing` tells who has not come where no board does.
+        """
         board = self._board
 
-        def missing() -> list[int]:
-            self._refuse_unlike(number, what)
+        def missing_on_board() -> list[int]:
+            board.refuse_unlike(number, what)
             return board.missing(number)
 
         return Wait(
             self.rank,
             what,
             max(self.timeout, least),
-            missing if board is not None else (lambda: ()),
+            missing_on_board if board is not None else missing,
             processes=self._processes,
             wait_while_busy=self._wait_while_busy,
             waiting=board.waits if board is not None else (lambda rank: False),

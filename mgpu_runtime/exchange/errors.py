@@ -27,6 +27,11 @@ class GaveUp(ExchangeError):
     """Another rank has failed in opening a transport, and the ranks have agreed by that to do without it."""
 
 
+def unusable(reason: str) -> ExchangeError:
+    """Returns the error of an exchange that is called again after it has failed or was closed."""
+    return ExchangeError(f"this exchange cannot be used any more: {reason}")
+
+
 def timed_out(
     rank: int,
     what: str,

@@ -44,8 +44,6 @@ class Block:
     target_first: int
     target_batch_stride: int
     target_token_stride: int
-    source_token: int
-    source_head: int
 
 
 @dataclass(frozen=True)
@@ -117,32 +115,32 @@ class Geometry:
             target_first=target_token * target_token_stride + target_head * self.head_bytes,
             target_batch_stride=result_tokens * target_token_stride,
             target_token_stride=target_token_stride,
-            source_token=source_token,
-            source_head=source_head,
         )
 
 
 class Banks:
-    """Deals places for results in two alternating banks of each rank's buffer; the same on every rank.
+    """Deals places for results in the banks of each rank's buffer, which take turns; the same on every rank.
 
     Exchanges that are started before the results of others are waited for share a bank. The next one after all were
-    waited for opens the other bank. A sender may write without asking: whoever it waited for in the last bank had
-    started exchanges there, and so was done with the results of the bank before. Hence the rule for users: a result is
-    good until this rank starts the next exchange after having waited for it. Who never waits for all fills one bank
-    without end.
+    waited for opens the next bank. Two banks are enough for a sender to write without asking: whoever it waited for in
+    the last bank had started exchanges there, and so was done with the results of the bank before. Hence the rule for
+    users: a result is good until this rank starts the next exchange after having waited for it. A rank that makes what
+    it sends piece by piece, of such a result, starts for one peer while it still reads for another: that takes a third
+    bank. Who never waits for all fills one bank without end.
     """
 
     ALIGNMENT = 256
 
-    def __init__(self, world_size: int) -> None:
-        self.bank = 1
+    def __init__(self, world_size: int, num_banks: int = 2) -> None:
+        self.num_banks = num_banks
+        self.bank = num_banks - 1
         self.used = [0] * world_size  # bytes of the open bank, by rank
         self._pending = 0
 
     def place(self, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
         """Returns the bank and each rank's offset in it for the results of one exchange that starts now."""
         if self._pending == 0:
-            self.bank = 1 - self.bank
+            self.bank = (self.bank + 1) % self.num_banks
             self.used = [0] * len(self.used)
         self._pending += 1
         offsets = tuple(self.used)

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Self
 
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agree import gather_texts
-from .all2all import DEFAULT_TIMEOUT, All2All, Done, Pending, result_shape
+from .agree import gather_or_fail
+from .all2all import All2All, Done, Pending, result_shape
 from .collectives import Collectives
 from .errors import ExchangeError
 from .layout import Geometry, Move
@@ -18,7 +19,6 @@ from .stream_order import refuse_capture
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _ACCESS = 16  # bytes it moves at once
-_READY = "ready"
 
 log = logging.getLogger("mgpu_runtime.exchange")
 
@@ -34,27 +34,20 @@ class LTXKernels(All2All):
 
     transport = "ltx_kernels"
 
-    def __init__(
-        self, package: ModuleType, group: dist.ProcessGroup, device: torch.device, rest: Collectives, *, timeout: float
-    ) -> None:
-        super().__init__(rest.rank, rest.world_size, timeout=timeout)
-        self.group, self.device = group, device
+    def __init__(self, package: ModuleType, rest: Collectives) -> None:
+        super().__init__(rest.rank, rest.world_size, timeout=rest.timeout)
+        self.group, self.device = rest.group, rest.device
         self._package, self._rest = package, rest
         self._pairs: dict[torch.dtype, _Pair] = {}
         self._said = False
 
     @classmethod
-    def open(
-        cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        copy_out: bool = True,
-        wait_while_busy: bool = False,
-    ) -> Self:
-        """Opens the exchange of a group. Collective. Raises ExchangeError where any rank lacks the package."""
-        package, reason = None, _READY
+    def open(cls, group: dist.ProcessGroup, device: torch.device, open_rest: Callable[[], Collectives]) -> Self:
+        """Opens the exchange of a group, and by `open_rest` what moves the rest, with its timeout. Collective.
+
+        Raises ExchangeError where any rank lacks the package.
+        """
+        package, reason = None, ""
         try:
             package = importlib.import_module("ltx_kernels")
         except ImportError as error:
@@ -63,11 +56,8 @@ class LTXKernels(All2All):
             reason = "the installed package ltx_kernels has no All2All"
         if device.type == "cuda" and device.index != dist.get_rank(group):
             reason = f"ltx_kernels wants GPU {dist.get_rank(group)} for rank {dist.get_rank(group)}, not {device}"
-        for said in gather_texts(group, reason):
-            if said != _READY:
-                raise ExchangeError(said)
-        rest = Collectives.open(group, device, timeout=timeout, wait_while_busy=wait_while_busy)
-        return cls(package, group, device, rest, timeout=timeout)
+        gather_or_fail(group, reason)
+        return cls(package, open_rest())
 
     def close(self) -> None:
         for pair in self._pairs.values():
@@ -81,6 +71,7 @@ class LTXKernels(All2All):
         if not _fits(geometry, x):
             self._say_once(geometry, x)
             return self._rest._start(geometry, x)
+        self._rest.begin(geometry, x.dtype)
         try:
             return Done(self._move(geometry, x.detach().contiguous()))
         except (TypeError, AttributeError) as error:

@@ -217,12 +217,20 @@ def _build(target: _Target, command: Sequence[str], path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
             built = Path(folder) / path.name
-            _compile(target, command, built)
+            try:
+                _compile(target, command, built)
+            except ExchangeError as error:
+                if Path(folder).is_dir():
+                    raise
+                raise ExchangeError(f"{path.parent} was removed during a build of {path.name}: start again") from error
             image = built.read_bytes()
             built.write_bytes(image + hashlib.sha256(image).digest())
             built.replace(path)
     except OSError as error:
-        raise ExchangeError(f"the compiled library cannot be written to {path}: {error}") from error
+        raise ExchangeError(
+            f"the compiled library cannot be written to {path} ({error}); another folder can be named with "
+            f"{CACHE_VARIABLE}"
+        ) from error
 
 
 def _remove_stale(cache: Path) -> None:
@@ -239,6 +247,9 @@ def _compile(target: _Target, command: Sequence[str], built: Path) -> None:
         code, output = _run([*command, *target.flags, source, "-o", str(built)], target.seconds)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ExchangeError(f"{command[0]} could not build {target.source}: {error}") from error
+    if code < 0:
+        name = signal.Signals(-code).name
+        raise ExchangeError(f"{command[0]} could not build {target.source}: it was ended by {name}; is memory short?")
     if code != 0 or not built.is_file():
         raise ExchangeError(f"{command[0]} could not build {target.source}: {_first_error(output)}")
 
@@ -264,7 +275,9 @@ def _run(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it said nothing")
+    # The linker's words say more than the compiler's error about the linker, which follows.
+    faults = [line for line in lines if any(word in line.lower() for word in ("error", "failed", "cannot"))]
+    return [*faults, *lines, "it said nothing"][0]
 
 
 def _is_whole(path: Path) -> bool:
@@ -282,7 +295,9 @@ def _alone(path: Path, seconds: float) -> Iterator[None]:
     try:
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ExchangeError(f"{path.parent} cannot be written to: {error}") from error
+        raise ExchangeError(
+            f"{path.parent} cannot be written to ({error}); name another folder with {CACHE_VARIABLE}"
+        ) from error
     try:
         while not _locked(lock):
             if time.monotonic() > deadline:

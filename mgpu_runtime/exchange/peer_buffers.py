@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import native
-from .agree import gather_texts
+from .agree import gather_or_fail
 from .errors import ExchangeError
 
 MAX_RANKS = 32  # as in csrc/exchange_rows.h
@@ -21,33 +21,10 @@ _HANDLE_BYTES = 64
 _BUS_BYTES = 32
 
 
-class Rows(ctypes.Structure):
-    """A Block with the strides of both sides, as csrc/exchange_rows.h reads it; all in bytes but batch and tokens."""
-
-    _fields_ = [
-        ("batch", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("source_first", ctypes.c_int64),
-        ("source_batch_stride", ctypes.c_int64),
-        ("source_token_stride", ctypes.c_int64),
-        ("target_first", ctypes.c_int64),
-        ("target_batch_stride", ctypes.c_int64),
-        ("target_token_stride", ctypes.c_int64),
-    ]
-
-
 class _Page(ctypes.Structure):
     """Host memory that kernels read and write while they run."""
 
-    _fields_ = [
-        ("timeout_ns", ctypes.c_uint64),
-        ("stop", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-        ("number", ctypes.c_uint64),
-        ("missing", ctypes.c_uint64),
-        ("waited_ns", ctypes.c_uint64),
-    ]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("timeout_ns", "stop", "failed", "number", "missing", "waited_ns")]
 
 
 @dataclass(frozen=True)
@@ -84,8 +61,8 @@ class PeerBuffers:
         except (ExchangeError, RuntimeError, OSError) as error:
             reason = str(error)
         try:
-            offers = [bytes.fromhex(text) for text in self._agree(offer.hex(), reason, OPENING)]
-            self._agree("", self._open(offers), OPENING)
+            said = gather_or_fail(group, reason, offer.hex(), timeout=OPENING)
+            gather_or_fail(group, self._open([bytes.fromhex(text) for text in said]), timeout=OPENING)
         except RuntimeError:
             self.close()
             raise
@@ -103,7 +80,7 @@ class PeerBuffers:
         if full:
             torch.cuda.empty_cache()  # torch may hold memory that it does not need
             full = _text(self._library.exchange_grow(self._handle, bank_bytes, handle))
-        said = self._agree(f"{full}?{handle.raw.hex()}", failure, timeout)
+        said = gather_or_fail(self._group, failure, f"{full}?{handle.raw.hex()}", timeout=timeout)
         parts = [text.rpartition("?") for text in said]
         for rank, (reason, _, _) in enumerate(parts):
             if reason:
@@ -111,7 +88,7 @@ class PeerBuffers:
                 needed = f"two banks of {bank_bytes / 1e6:.0f} MB for results cannot be had on rank {rank} ({reason})"
                 raise NoRoom(f"{needed}: use fewer tokens, or free memory of its GPU")
         handles = b"".join(bytes.fromhex(text) for _, _, text in parts)
-        self._agree("", _text(self._library.exchange_open_grown(self._handle, handles)), timeout)
+        gather_or_fail(self._group, _text(self._library.exchange_open_grown(self._handle, handles)), timeout=timeout)
         self._library.exchange_drop_old(self._handle)  # by now no peer has it open
         self.bank_bytes = self._library.exchange_bank_bytes(self._handle)
         self._banks = [
@@ -151,11 +128,22 @@ class PeerBuffers:
         missing = tuple(rank for rank in range(self.world_size) if page.missing >> rank & 1)
         return Failure(page.number, missing, page.waited_ns / 1e9)
 
-    def close(self) -> None:
-        """Waits for this GPU and gives the memory back; tensors that view it are lost. May be called twice."""
+    def leave(self) -> None:
+        """Waits for this GPU and lets go of the peers' memory, so that they may give it back. To be closed after."""
+        if self._handle is not None:
+            self._library.exchange_leave(self._handle)
+
+    def close(self, *, free: bool = True) -> None:
+        """Waits for this GPU and gives the memory back; tensors that view it are lost. May be called twice.
+
+        Where a peer may still write to it, it must not be given back: without `free` it stays till the process ends.
+        """
         if self._handle is not None:
             self._handle, self._banks = None, []
-            self._free()
+            if free:
+                self._free()
+            else:
+                self._free.detach()
 
     def _make(self) -> bytes:
         """Returns what the peers need to know: this machine, this GPU's address, the handle of its counters."""
@@ -184,17 +172,6 @@ class PeerBuffers:
             if refused:
                 return f"{refused} (rank {rank}'s)"
         return _text(self._library.exchange_open_controls(self._handle, handles))
-
-    def _agree(self, text: str, failure: str, timeout: float) -> list[str]:
-        """Returns the texts of all ranks, by rank. Collective; raises ExchangeError where one has a failure."""
-        try:
-            said = gather_texts(self._group, f"!{failure}" if failure else text, timeout=timeout)
-        except RuntimeError as error:  # torch's for a rank that has left; ExchangeTimeout is one too
-            raise error if isinstance(error, ExchangeError) else ExchangeError(str(error)) from error
-        for rank, words in enumerate(said):
-            if words.startswith("!"):
-                raise ExchangeError(failure or f"on rank {rank}: {words[1:]}")
-        return said
 
 
 def _free(library: ctypes.CDLL, handle: int, pid: int) -> None:
@@ -250,6 +227,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         ("exchange_bank_bytes", size, [address]),
         ("exchange_push", text, [address, address, address, number, address, word, address]),
         ("exchange_wait", text, [address, word, word, address]),
+        ("exchange_leave", None, [address]),
         ("exchange_free", None, [address]),
     ):
         function = getattr(library, name)

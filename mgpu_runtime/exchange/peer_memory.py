@@ -26,6 +26,7 @@ is refused.
 """
 
 import ctypes
+import logging
 import time
 
 import torch
@@ -33,15 +34,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .all2all import DEFAULT_TIMEOUT, All2All, Pending, result_shape
-from .errors import ExchangeError, peers_gone, timed_out
+from .board import KEPT, Board
+from .errors import ExchangeError, peers_gone, timed_out, unusable
 from .layout import Banks, Geometry
-from .peer_buffers import NoRoom, PeerBuffers, Rows
+from .peer_buffers import NoRoom, PeerBuffers
 from .processes import Processes
+from .rows import rows_to_all, with_whole_rows
 from .stream_order import refuse_capture
 
 FIRST_USE = 60.0  # seconds a wait lasts at least after the banks have grown: new sizes mean kernels to load or tune
 _LOOK = 0.5  # seconds between looks at whether the peers' processes live
+_LEAVING = 1.0  # seconds the others of a broken exchange are waited for before it is closed
 _MAX_PLANS = 256
+
+log = logging.getLogger("mgpu_runtime.exchange")
 
 
 class PeerMemory(All2All):
@@ -54,31 +60,31 @@ class PeerMemory(All2All):
     transport = "csrc"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        copy_out: bool = True,
+        self, group: dist.ProcessGroup, device: torch.device, processes: Processes, *, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        """Opens the exchange of a group. Collective; raises ExchangeError on every rank where it cannot work."""
+        """Opens the exchange of a group, on a device with an index.
+
+        Collective; raises ExchangeError on every rank where it cannot work.
+        """
         self._buffers: PeerBuffers | None = None  # until they are there, `timeout` has nobody to tell
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout, copy_out=copy_out)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         self.description = "csrc (GPU peer memory)"
-        index = torch.cuda.current_device() if device is None or device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self._processes = Processes.of(group)
+        self.device = device
+        self._processes = processes
         self._next_look = 0.0
         self._banks = Banks(self.world_size)
         self._plans: dict[tuple[Geometry, tuple[int, int, int]], ctypes.Array] = {}
+        self._calls = 0  # exchanges asked for, of which those that found no room were not started
         self._number = 0  # of the exchange started last
         self._waited: dict[torch.cuda.Stream, int] = {}  # by stream: what it waits for, of waits since the last start
-        self._sources: list[tuple[Tensor, torch.cuda.Stream]] = []  # what pushes may still read, and who made it
-        self._has_grown = False  # since the last wait
+        self._sources: list[
+            tuple[int, Tensor, torch.cuda.Stream]
+        ] = []  # by number: what a push may still read, its maker
+        self._first_in_grown = 0  # number of the first exchange in banks that have grown, until that is waited for
         self._broken = ""
+        self._board = Board.of(group, processes, patience=timeout)
         buffers = PeerBuffers(group, self.device)
         self._stream = torch.cuda.Stream(self.device, priority=-1)  # peers wait for it: ahead of this rank's arithmetic
-        self._pushed = torch.cuda.Event()
         self._buffers = buffers
         buffers.set_timeout(timeout)
 
@@ -94,25 +100,50 @@ class PeerMemory(All2All):
             self._buffers.set_timeout(timeout)
 
     def check(self) -> None:
-        """Raises ExchangeTimeout or PeerGone if a wait has run out on the GPU. Does not wait for the GPU."""
+        """Raises ExchangeTimeout or PeerGone if a wait has run out on the GPU, ExchangeError if a rank is out of step.
+
+        Does not wait for the GPU.
+        """
         if self._broken:
-            raise ExchangeError(f"this exchange cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         failure = self._open_buffers().failure()
         if failure is None:
             return
+        self._refuse_unlike()  # which explains better why a rank does not arrive
         what = f"exchange number {failure.number} over csrc"
         gone = [rank for rank in failure.missing if self._processes.is_gone(rank)]
         if gone:
-            raise self._break_off(peers_gone(self.rank, what, gone))
+            raise self._break_off(peers_gone(self.rank, what, gone, self._processes.global_ranks))
         stopped = [rank for rank in failure.missing if self._processes.is_stopped(rank)]
-        raise self._break_off(timed_out(self.rank, what, round(failure.seconds, 1), failure.missing, stopped))
+        seconds, names = round(failure.seconds, 1), self._processes.global_ranks
+        raise self._break_off(timed_out(self.rank, what, seconds, failure.missing, stopped, names))
 
     def close(self) -> None:
-        """Waits for this GPU and gives the banks back; results that are views of them are lost."""
+        """Waits for this GPU, and gives the banks back once no other rank can write to them any more.
+
+        The others are waited for, `timeout` seconds at most, as they close theirs. Where one does not, the banks stay
+        till the process ends. Results that are views of them are lost.
+        """
+        seconds = _LEAVING if self._broken else self.timeout
         self._broken = self._broken or "it was closed"
         buffers, self._buffers = self._buffers, None
+        board, self._board = self._board, None
         if buffers is not None:
-            buffers.close()
+            buffers.leave()
+            alone = False
+            if board is not None:
+                board.leave()
+                alone = board.wait_until_all_left(seconds, self._processes)
+            if not alone:
+                log.warning(
+                    "exchange: rank %d keeps %.0f MB of its GPU's memory until it ends, as another rank has not closed "
+                    "the exchange and may still write there",
+                    self.rank,
+                    2 * buffers.bank_bytes / 1e6,
+                )
+            buffers.close(free=alone)
+        if board is not None:
+            board.close()
         self._sources.clear()
 
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
@@ -120,10 +151,11 @@ class PeerMemory(All2All):
             raise ValueError(f"this exchange moves tensors of {self.device}, got one on {x.device}")
         refuse_capture(self.transport)
         self.check()
-        self._look_for_the_gone()
+        self._look_at_the_others()
+        self._compare(geometry, x.dtype)
         reason = f"{geometry.move.value} was not started to its end"
         try:
-            pending = self._push(geometry, *_with_whole_rows(geometry, x))
+            pending = self._push(geometry, *with_whole_rows(geometry, x.detach()))
             reason = ""
         except NoRoom:  # all ranks are as they were before
             reason = ""
@@ -152,26 +184,27 @@ class PeerMemory(All2All):
         self._waited.clear()
         rows = self._rows(geometry, strides)
         buffers.push(rows, x.data_ptr(), bank, offsets, self._number, self._stream)
-        self._pushed.record(self._stream)
-        self._sources.append((x, current))
-        return _Arriving(self, geometry, x, bank, offsets[self.rank], self._number)
+        self._sources.append((self._number, x, current))
+        return _Arriving(self, geometry, x, bank, offsets[self.rank], self._number, self._stream.record_event())
 
-    def _finish(self, number: int, banks: Banks) -> PeerBuffers:
-        """Makes the current stream wait for an exchange, and for all others that were started, which costs no more."""
+    def _finish(self, number: int, pushed: torch.cuda.Event, banks: Banks) -> PeerBuffers:
+        """Makes the current stream wait for an exchange, and so for those that were started before it."""
         self.check()
         buffers = self._open_buffers()
         current = torch.cuda.current_stream(self.device)
         if self._waited.get(current, 0) < number:
-            current.wait_event(self._pushed)  # first, so that the push has the GPU to itself; and `x` is free after it
-            buffers.wait(self._number, max(self.timeout, FIRST_USE) if self._has_grown else self.timeout, current)
-            self._waited[current] = self._number
-            self._has_grown = False
+            current.wait_event(pushed)  # first, so that the push has the GPU to itself; and `x` is free after it
+            is_first = 0 < self._first_in_grown <= number
+            buffers.wait(number, max(self.timeout, FIRST_USE) if is_first else self.timeout, current)
+            self._waited[current] = number
+            if is_first:
+                self._first_in_grown = 0
             # Keeping x until here, in place of record_stream: its memory is free again in the order of the stream, not
             # only when the host sees an event, by when it would have allocated the next layers' tensors.
-            for x, maker in self._sources:
-                if maker != current:
+            for started, x, maker in self._sources:
+                if started <= number and maker != current:
                     x.record_stream(self._stream)
-            self._sources.clear()
+            self._sources = [source for source in self._sources if source[0] > number]
         banks.waited()
         return buffers
 
@@ -184,7 +217,8 @@ class PeerMemory(All2All):
             self.check()
         except RuntimeError as error:
             failure = str(error)
-        self._has_grown = buffers.bank_bytes > 0  # the first banks are those of the self test, where nobody is late
+        if buffers.bank_bytes > 0:  # the first banks are those of the self test, where nobody is late
+            self._first_in_grown = self._number + 1
         buffers.grow(max(self._banks.used), failure, patience)
 
     def _rows(self, geometry: Geometry, strides: tuple[int, int, int]) -> ctypes.Array:
@@ -192,18 +226,37 @@ class PeerMemory(All2All):
         if rows is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            rows = self._plans[geometry, strides] = rows_of(geometry, self.rank, strides)
+            rows = self._plans[geometry, strides] = rows_to_all(geometry, self.rank, strides)
         return rows
 
-    def _look_for_the_gone(self) -> None:
-        """Raises PeerGone if a peer's process has ended. Looks now and then only, as it reads files."""
+    def _compare(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        """Counts a call. Raises ExchangeError where another rank is known to make another one, and writes nothing."""
+        self._calls += 1
+        if self._board is not None:
+            self._board.started(self._calls, geometry, dtype)
+            self._refuse_unlike(1)
+
+    def _refuse_unlike(self, last: int = KEPT) -> None:
+        """Raises ExchangeError where another rank has made another one of the last calls."""
+        board = self._board
+        try:
+            for call in range(max(1, self._calls - last + 1), self._calls + 1) if board is not None else ():
+                board.refuse_unlike(call, f"exchange number {call} over csrc")
+        except ExchangeError as error:
+            self._break_off(error)
+            raise
+
+    def _look_at_the_others(self) -> None:
+        """Raises PeerGone if a peer's process has ended, ExchangeError if one is out of step. Not at every call."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK
+        self._refuse_unlike()
         gone = [rank for rank in range(self.world_size) if rank != self.rank and self._processes.is_gone(rank)]
         if gone:
-            raise self._break_off(peers_gone(self.rank, f"exchange number {self._number + 1} over csrc", gone))
+            what = f"exchange number {self._number + 1} over csrc"
+            raise self._break_off(peers_gone(self.rank, what, gone, self._processes.global_ranks))
 
     def _break_off(self, error: ExchangeError) -> ExchangeError:
         """Ends this exchange for good, with the waits its kernels are in; the first reason counts."""
@@ -221,47 +274,24 @@ class _Arriving:
     """An exchange whose push is queued."""
 
     def __init__(
-        self, exchange: PeerMemory, geometry: Geometry, x: Tensor, bank: int, offset: int, number: int
+        self,
+        exchange: PeerMemory,
+        geometry: Geometry,
+        x: Tensor,
+        bank: int,
+        offset: int,
+        number: int,
+        pushed: torch.cuda.Event,
     ) -> None:
-        self._exchange, self._number, self._banks = exchange, number, exchange._banks
+        self._exchange, self._number, self._banks, self._pushed = exchange, number, exchange._banks, pushed
         self._bank, self._offset, self._size = bank, offset, geometry.result_bytes(exchange.rank)
         self._dtype, self._shape = x.dtype, result_shape(geometry, exchange.rank, x)
 
     def wait(self) -> Tensor:
         exchange = self._exchange
-        buffers = exchange._finish(self._number, self._banks)
+        buffers = exchange._finish(self._number, self._pushed, self._banks)
         if self._size == 0:  # there may be no bank yet
             return torch.empty(self._shape, dtype=self._dtype, device=exchange.device)
         bank = buffers.bank(self._bank)
         result = bank[self._offset : self._offset + self._size].view(self._dtype).view(self._shape)
         return result.clone() if exchange.copy_out else result
-
-
-def rows_of(geometry: Geometry, rank: int, strides: tuple[int, int, int]) -> ctypes.Array:
-    """Returns the Rows that a rank sends to each rank; `strides` of (B, T, H) are its tensor's, in bytes."""
-    blocks = [geometry.block(rank, receiver, strides) for receiver in range(geometry.world_size)]
-    return (Rows * geometry.world_size)(
-        *(
-            Rows(
-                batch=block.batch,
-                tokens=block.tokens,
-                row_bytes=block.row_bytes,
-                source_first=block.source_first,
-                source_batch_stride=strides[0],
-                source_token_stride=strides[1],
-                target_first=block.target_first,
-                target_batch_stride=block.target_batch_stride,
-                target_token_stride=block.target_token_stride,
-            )
-            for block in blocks
-        )
-    )
-
-
-def _with_whole_rows(geometry: Geometry, x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Returns x, or a copy where a token's heads and channels are not contiguous, and strides of (B, T, H) in bytes."""
-    x = x.detach().resolve_conj().resolve_neg()
-    if x.numel() > 0 and not x[:1, :1].is_contiguous():
-        x = x.contiguous()
-    size = x.element_size()
-    return x, (x.stride(0) * size, x.stride(1) * size, geometry.head_bytes)

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from .agree import FIRST_SECONDS, gather_texts
+from .agree import FIRST_SECONDS, gather_texts, global_ranks
 from .errors import AgreementLost
 
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")  # seconds, the unit of CPU time in /proc
@@ -38,7 +38,7 @@ class Processes:
     def __init__(self, rank: int, records: list[str], global_ranks: Sequence[int] = ()) -> None:
         """`records` holds what each rank's `_record` says. Raises AgreementLost where one is something else."""
         self.rank = rank
-        self.global_ranks = () if list(global_ranks) == list(range(len(records))) else tuple(global_ranks)
+        self.global_ranks = tuple(global_ranks)
         parsed = [_parsed(peer, record) for peer, record in enumerate(records)]
         here = parsed[rank][2:]
         self._pids: list[int | None] = []
@@ -55,10 +55,11 @@ class Processes:
     def of(cls, group: dist.ProcessGroup, *, timeout: float = FIRST_SECONDS) -> Self:
         """Gets to know the processes of a group. Collective; raises as `gather_texts` does.
 
-        Nothing is known of the others before, so this waits `timeout` seconds also for one that is stopped.
+        Nothing is known of the others before, so this waits `timeout` seconds also for one that has ended or is
+        stopped; where the group has a store it is named.
         """
         records = gather_texts(group, _record(), timeout=timeout)
-        return cls(dist.get_rank(group), records, dist.get_process_group_ranks(group))
+        return cls(dist.get_rank(group), records, global_ranks(group))
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """One rank's part of the memory that the processes of a machine exchange through.
 
 A segment is a memfd, a file without a name, which peers open through /proc: counters and a note in the first pages,
-then two banks for results. The banks are as large as the machine's memory could ever fill, and mapped once; only pages
+then the banks for results. The banks are as large as the machine's memory could ever fill, and mapped once; only pages
 that were touched exist, so growing needs no new mapping and no agreement.
 """
 
@@ -21,6 +21,7 @@ from .errors import ExchangeError
 
 SLOT_BYTES = 128  # one counter, as in csrc/exchange_cpu.c
 MAX_RANKS = 64
+BANKS = 3  # see `layout.Banks`: a rank may still read one while it sends what it makes of that
 _NOTE = SLOT_BYTES * MAX_RANKS  # where the note lies
 _NOTE_BYTES = 512
 _TOKEN = _NOTE + _NOTE_BYTES
@@ -36,12 +37,12 @@ class Segment:
     def __init__(self, descriptor: int) -> None:
         """Maps what a descriptor names, which the caller goes on owning. Raises OSError."""
         size = os.fstat(descriptor).st_size
-        self.bank_bytes = (size - _HEADER) // 2
+        self.bank_bytes = (size - _HEADER) // BANKS
         self.descriptor: int | None = None
         self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
-        self._map.madvise(mmap.MADV_DONTDUMP)  # a core file would be as large as the machine's memory, twice
+        self._map.madvise(mmap.MADV_DONTDUMP)  # a core file would be as large as the machine's memory, three times
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._present = [0, 0]  # bytes of each bank
+        self._present = [0] * BANKS  # bytes of each bank
 
     @classmethod
     def create(cls) -> Self:
@@ -49,7 +50,7 @@ class Segment:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         descriptor = os.memfd_create("mgpu-exchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(descriptor, _HEADER + 2 * (-(-pages // _GRAIN) * _GRAIN))
+            os.ftruncate(descriptor, _HEADER + BANKS * (-(-pages // _GRAIN) * _GRAIN))
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             segment = cls(descriptor)
         except OSError:
@@ -128,7 +129,8 @@ class Segment:
 
         Peers make pages present as well, so what the segment holds by now is not counted again.
         """
-        return max(0, size + self._present[1 - bank] - os.fstat(self.descriptor).st_blocks * 512)
+        others = sum(self._present) - self._present[bank]
+        return max(0, size + others - os.fstat(self.descriptor).st_blocks * 512)
 
     def view(self, bank: int, offset: int, size: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Returns `size` bytes of a bank as a tensor, which keeps the mapping alive."""

@@ -6,22 +6,20 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import native
-from .agree import gather_texts
-from .all2all import DEFAULT_TIMEOUT, All2All, Pending, result_shape
-from .cpu_rows import Rows, rows_in_place, rows_sent, with_whole_rows
-from .errors import ExchangeError, peers_gone, ranks, timed_out
-from .layout import Banks, Geometry
+from .all2all import DEFAULT_TIMEOUT, All2All, Make, Once, Pending, check_memory, result_shape
+from .errors import ExchangeError, peers_gone, ranks, timed_out, unusable
+from .layout import Banks, Geometry, Move, starts
 from .processes import Processes
-from .segment import MAX_RANKS, Segment, free_memory
+from .rows import Rows, rows_in_place, rows_sent, with_whole_rows
+from .segment import BANKS, Segment, free_memory
+from .shared_opening import open_segments
 
-_OPENING = 120.0  # seconds the ranks wait for each other at first; one of them may be compiling
 _LOOK = 0.2  # seconds between looks at whether missing ranks still live
 _SPIN_NS = 100_000  # a wait this long costs less than going to sleep and being woken
 _THREAD_BYTES = 2 << 20  # below this a helper thread costs more than it copies
@@ -36,7 +34,7 @@ _MULTIPLIER = 6364136223846793005  # odd: hashes of calls in another order diffe
 class _Plan:
     """What follows from an exchange's shapes alone: the rows this rank sends, and those it finds in its bank."""
 
-    sent: ctypes.Array
+    sent: list[Rows]  # in turn
     received: list[Rows]  # from the bank into a result, which have one layout
     sent_bytes: int
     result_bytes: int
@@ -70,12 +68,13 @@ class SharedMemory(All2All):
         self.wait_while_busy = wait_while_busy
         self.description = "csrc (shared memory)"
         self._processes = Processes.of(group)
-        self._library, self._segments = _open(group, self._processes)
+        self._library, self._segments = open_segments(group, self._processes)
         self._own = self._segments[self.rank]
         self._close = weakref.finalize(self, _release, self._segments, self._own, os.getpid())
-        self._slots = (ctypes.c_void_p * self.world_size)(*(part.slot(self.rank) for part in self._segments))
-        self._banks = Banks(self.world_size)
-        self._plans: dict[tuple[Geometry, tuple[int, int, int]], _Plan] = {}
+        self._slots = [part.slot(self.rank) for part in self._segments]
+        self._turns = [(self.rank + 1 + turn) % self.world_size for turn in range(self.world_size)]  # the own rank last
+        self._banks = Banks(self.world_size, BANKS)
+        self._plans: dict[tuple[Geometry, torch.dtype, tuple[int, int, int]], _Plan] = {}
         self._maps = tuple(part.mapping for part in self._segments)
         self._number = 0  # of the exchange started last
         self._calls = 0  # the hash of all calls
@@ -92,7 +91,24 @@ class SharedMemory(All2All):
     def _refused(self) -> None:
         self._tell_apart(1)
 
-    def _start(self, geometry: Geometry, x: Tensor) -> Pending:
+    def start_gather_heads_of(self, make: Make, tokens: Sequence[int], num_heads: int | None = None) -> Pending:
+        if len(tokens) != self.world_size or not all(tokens):  # who has nothing of it has no tokens to be made
+            return super().start_gather_heads_of(make, tokens, num_heads)
+        first, tokens = self._turns[0], tuple(tokens)
+        try:
+            x = make(starts(tokens)[first], tokens[first])
+            _check_piece(x, x, tokens[first])
+            whole = torch.Size((x.shape[0], sum(tokens), *x.shape[2:]))
+            shares = self._shares(Move.GATHER_HEADS, whole, tokens, num_heads)
+        except ValueError:
+            self._refused()
+            raise
+        return Once(
+            self._start(Geometry(Move.GATHER_HEADS, x.shape[0], *shares, x.shape[3] * x.element_size()), x, make)
+        )
+
+    def _start(self, geometry: Geometry, x: Tensor, make: Make | None = None) -> Pending:
+        """Starts an exchange of x; with `make`, x holds the tokens of the first peer in turn."""
         if x.device.type != "cpu":
             self._refused()
             raise ValueError(f"this exchange moves tensors of the CPU, got one on {x.device}")
@@ -100,7 +116,7 @@ class SharedMemory(All2All):
         self._check_usable()
         try:
             x, strides = with_whole_rows(geometry, x)
-            plan = self._plan_of(geometry, strides)
+            plan = self._plan_of(geometry, x.dtype, strides)
             bank, offsets = self._banks.place(geometry)
             self._make_room(bank)
             targets = [part.place(bank, offset) for part, offset in zip(self._segments, offsets, strict=True)]
@@ -113,7 +129,11 @@ class SharedMemory(All2All):
             else:
                 result = self._own.view(bank, offsets[self.rank], plan.result_bytes, x.dtype, shape)
             self._tell_apart(plan.hash + bank)
-            self._send(plan, x, targets)
+            self._number = (self._number + 1) & 0xFFFFFFFF
+            if make is None:
+                self._send(self._turns, plan.sent, x, targets, plan.sent_bytes)
+            else:
+                self._send_pieces(geometry, x, make, targets, plan.sent_bytes)
             started = True
         except (RuntimeError, MemoryError) as error:  # torch's words for memory that cannot be had
             failure = f": {error}"
@@ -126,36 +146,49 @@ class SharedMemory(All2All):
     def _tell_apart(self, call: int) -> None:
         self._calls = (self._calls * _MULTIPLIER + call) & _64_BITS
 
-    def _send(self, plan: _Plan, x: Tensor, targets: Sequence[int]) -> None:
-        self._number = (self._number + 1) & 0xFFFFFFFF
+    def _send_pieces(self, geometry: Geometry, x: Tensor, make: Make, targets: Sequence[int], sent_bytes: int) -> None:
+        """Sends x to the first peer in turn, and what is made for each of the others then."""
+        like, first = x, starts(geometry.tokens)
+        for turn, rank in enumerate(self._turns):
+            if turn:
+                x = make(first[rank], geometry.tokens[rank])
+                _check_piece(x, like, geometry.tokens[rank])
+            x, strides = with_whole_rows(geometry, x)
+            block = replace(geometry.block(self.rank, rank, strides), source_first=0)
+            self._send([rank], [rows_sent(block, strides)], x, targets, sent_bytes)
+
+    def _send(
+        self, turns: Sequence[int], rows: Sequence[Rows], x: Tensor, targets: Sequence[int], sent_bytes: int
+    ) -> None:
+        """Sends rows of x to ranks, one after the other; `sent_bytes` of the whole exchange tell how."""
+        count = len(turns)
         self._library.exchange_send(
-            plan.sent,
+            (Rows * count)(*rows),
             x.data_ptr(),
-            (ctypes.c_void_p * self.world_size)(*targets),
-            self._slots,
-            self.rank,
-            self.world_size,
+            (ctypes.c_void_p * count)(*(targets[rank] for rank in turns)),
+            (ctypes.c_void_p * count)(*(self._slots[rank] for rank in turns)),
+            count,
             self._number,
             self._calls,
-            max(1, min(torch.get_num_threads(), plan.sent_bytes // _THREAD_BYTES)),
-            plan.sent_bytes >= _STREAM_BYTES,
+            max(1, min(torch.get_num_threads(), sent_bytes // _THREAD_BYTES)),
+            sent_bytes >= _STREAM_BYTES,
         )
 
-    def _plan_of(self, geometry: Geometry, strides: tuple[int, int, int]) -> _Plan:
-        plan = self._plans.get((geometry, strides))
+    def _plan_of(self, geometry: Geometry, dtype: torch.dtype, strides: tuple[int, int, int]) -> _Plan:
+        plan = self._plans.get((geometry, dtype, strides))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             ranks = range(self.world_size)
-            sent = [rows_sent(geometry.block(self.rank, rank, strides), strides) for rank in ranks]
-            plan = self._plans[geometry, strides] = _Plan(
-                sent=(Rows * self.world_size)(*sent),
+            sent = [rows_sent(geometry.block(self.rank, rank, strides), strides) for rank in self._turns]
+            plan = self._plans[geometry, dtype, strides] = _Plan(
+                sent=sent,
                 received=[
                     rows_in_place(geometry.block(rank, self.rank, (0, 0, 0))) for rank in ranks if rank != self.rank
                 ],
                 sent_bytes=sum(rows.batch * rows.tokens * rows.row_bytes for rows in sent),
                 result_bytes=geometry.result_bytes(self.rank),
-                hash=int.from_bytes(hashlib.sha256(repr(geometry).encode()).digest()[:8]),
+                hash=int.from_bytes(hashlib.sha256(repr((geometry, dtype)).encode()).digest()[:8]),
             )
         return plan
 
@@ -251,7 +284,7 @@ class SharedMemory(All2All):
 
     def _check_usable(self) -> None:
         if self._broken:
-            raise ExchangeError(f"this exchange cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
 
 
 class _Arriving:
@@ -280,69 +313,15 @@ class _Arriving:
         return self._result
 
 
-def _open(group: dist.ProcessGroup, processes: Processes) -> tuple[ctypes.CDLL, list[Segment]]:
-    """Returns the library and every rank's memory. Collective; raises ExchangeError, maybe on some ranks only."""
-    rank, own = dist.get_rank(group), None
-    try:
-        library = _declared(native.cpu_library())
-        own = Segment.create()
-        offer = f"{own.descriptor} {own.token}"
-    except (ExchangeError, OSError) as error:
-        offer = f"! {error}"
-    segments, opened = [] if own is None else [own], False
-    try:
-        offers = gather_texts(group, offer, timeout=_OPENING)
-        _raise_first([text.removeprefix("! ") if text.startswith("!") else "" for text in offers])
-        reason = ""
-        try:
-            for peer, text in enumerate(offers):
-                if peer != rank:
-                    segments.insert(peer, _of_peer(peer, text, processes))
-        except (ExchangeError, OSError) as error:
-            reason = str(error)
-        _raise_first(gather_texts(group, reason, timeout=_OPENING))  # only then may it be closed under the others
-        opened = True
-        return library, segments
-    finally:
-        if not opened:
-            for part in segments:
-                part.close()
-
-
-def _raise_first(reasons: Sequence[str]) -> None:
-    """Raises ExchangeError with the first reason that is none of the empty ones, alike on every rank."""
-    failed = [rank for rank, reason in enumerate(reasons) if reason]
-    if failed:
-        where = "" if len(failed) == len(reasons) else f"rank {failed[0]}: "
-        raise ExchangeError(f"{where}{reasons[failed[0]]}")
-
-
-def _of_peer(rank: int, offer: str, processes: Processes) -> Segment:
-    first, _, rest = offer.partition(" ")
-    pid = processes.pid(rank)
-    if pid is None:
-        raise ExchangeError(f"the process of rank {rank} is on another host, or in another container")
-    if rank >= MAX_RANKS:
-        raise ExchangeError(f"more than {MAX_RANKS} ranks")
-    try:
-        return Segment.of_peer(pid, int(first), rest)
-    except OSError as error:
-        raise ExchangeError(f"the memory of rank {rank} (process {pid}) cannot be opened: {error}") from error
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    word, size, address = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-    library.exchange_send.argtypes = [address] * 4 + [word] * 3 + [size, word, ctypes.c_int]
-    library.exchange_send.restype = None
-    library.exchange_copy.argtypes = [address] * 3 + [ctypes.c_int]
-    library.exchange_copy.restype = None
-    library.exchange_wait.argtypes = [address, word, word, size, address, ctypes.c_int64, ctypes.c_int64]
-    library.exchange_wait.restype = size
-    library.exchange_populate.argtypes = [address, size]
-    library.exchange_prefer_large_pages.argtypes = [address, size]
-    library.exchange_prefer_large_pages.restype = None
-    library.exchange_populate.restype = ctypes.c_int
-    return library
+def _check_piece(x: Tensor, like: Tensor, count: int) -> None:
+    """Raises ValueError for tokens made that are not `count` of the kind of `like`."""
+    check_memory(x, Move.GATHER_HEADS)
+    wanted = (like.shape[0], count, *like.shape[2:])
+    if x.dim() != 4 or x.shape != wanted or (x.dtype, x.device) != (like.dtype, like.device):
+        raise ValueError(
+            f"gather_heads got {tuple(x.shape)} in {x.dtype} on {x.device}, made of {count} tokens: "
+            f"(B, tokens, heads, channels) was wanted, {wanted} in {like.dtype} on {like.device}"
+        )
 
 
 def _out_of_step(rank: int, what: str, strays: Sequence[int], geometry: Geometry) -> str:

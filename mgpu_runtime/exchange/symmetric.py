@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agree import gather_texts
+from .agree import gather_or_fail, gather_texts
 from .all2all import DEFAULT_TIMEOUT, All2All, Pending, result_shape
-from .errors import ExchangeError
+from .board import Board
+from .errors import ExchangeError, unusable
 from .layout import Banks, Geometry
 from .parts import got_from, sent_to
+from .processes import Processes
 from .stream_order import refuse_capture
 
 _FIRST_ROOM = 1 << 20  # bytes of one bank
-_READY = "ready"
 
 
 class Barrier(Protocol):
@@ -55,6 +56,7 @@ class SymmetricMemory(All2All):
         device: torch.device,
         timeout: float = DEFAULT_TIMEOUT,
         copy_out: bool = True,
+        board: Board | None = None,
     ) -> None:
         """`make_room` makes memory with banks of so many bytes, and is collective; `stream` is None on the CPU."""
         super().__init__(rank, world_size, timeout=timeout, copy_out=copy_out)
@@ -63,17 +65,13 @@ class SymmetricMemory(All2All):
         self._make_room, self._stream = make_room, stream
         self._banks = Banks(world_size)
         self._rooms = [make_room(_FIRST_ROOM)]  # the last is in use; results may still lie in the others
+        self._board = board
+        self._count = 0
         self._broken = ""
 
     @classmethod
     def open(
-        cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        copy_out: bool = True,
-        wait_while_busy: bool = False,
+        cls, group: dist.ProcessGroup, device: torch.device, processes: Processes, *, timeout: float = DEFAULT_TIMEOUT
     ) -> Self:
         """Opens the exchange of a group on CUDA. Collective. Raises ExchangeError where GPUs cannot map each other."""
         return cls(
@@ -83,7 +81,7 @@ class SymmetricMemory(All2All):
             _Stream(device),
             device=device,
             timeout=timeout,
-            copy_out=copy_out,
+            board=Board.of(group, processes, patience=timeout),
         )
 
     def close(self) -> None:
@@ -91,18 +89,29 @@ class SymmetricMemory(All2All):
         if self._rooms and self._stream is not None:
             self._stream.finish()  # peers may be reading and writing until the last exchange is over
         self._rooms = []
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     def _start(self, geometry: Geometry, x: Tensor) -> Pending:
         if self._broken:
-            raise ExchangeError(f"this exchange cannot be used any more: {self._broken}")
+            raise unusable(self._broken)
         if x.device.type != self.device.type:
             raise ValueError(f"{self.transport} moves {self.device.type} tensors, got one on {x.device}")
         refuse_capture(self.transport)
         try:
+            self._compare(geometry, x.dtype)
             return self._push(geometry, x.detach())
         except RuntimeError as error:  # the banks of the ranks may be out of step now
             self._broken = str(error)
             raise
+
+    def _compare(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        """Counts an exchange. Raises ExchangeError where another rank's is known to be another one."""
+        self._count += 1
+        if self._board is not None:
+            self._board.started(self._count, geometry, dtype)
+            self._board.refuse_unlike(self._count, f"{geometry.move.value} number {self._count} over {self.transport}")
 
     def _push(self, geometry: Geometry, x: Tensor) -> Pending:
         bank, offsets = self._banks.place(geometry)
@@ -149,16 +158,19 @@ class _Arriving:
 
 
 class _Stream:
-    """A stream beside the one that computes."""
+    """A stream beside those that compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._readers: set[torch.cuda.Stream] = set()  # of results since the last start
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """Runs what is inside on this stream, behind what the current stream holds now."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Runs what is inside on this stream, behind what the current stream and those of readers hold now."""
+        for stream in {torch.cuda.current_stream(self._device), *self._readers}:
+            self._stream.wait_stream(stream)
+        self._readers.clear()
         with torch.cuda.stream(self._stream):
             yield
 
@@ -166,7 +178,9 @@ class _Stream:
         return self._stream.record_event()
 
     def let_current_wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+        reader = torch.cuda.current_stream(self._device)
+        reader.wait_event(event)
+        self._readers.add(reader)
 
     def finish(self) -> None:
         """Waits on the host until this stream is empty."""
@@ -183,7 +197,7 @@ def _result(room: Room, places: list[int], geometry: Geometry, rank: int, x: Ten
 
 def _torch_room(group: dist.ProcessGroup, device: torch.device, bank_bytes: int) -> Room:
     """Makes symmetric memory. Collective. Raises ExchangeError, on every rank alike, where one cannot."""
-    own, reason, size = None, _READY, (2 * bank_bytes,)
+    own, reason, size = None, "", (2 * bank_bytes,)
     with torch.inference_mode(False):  # else it could not be written to outside of that mode
         try:
             from torch.distributed import _symmetric_memory as symm_mem
@@ -191,7 +205,7 @@ def _torch_room(group: dist.ProcessGroup, device: torch.device, bank_bytes: int)
             own = symm_mem.empty(size, dtype=torch.uint8, device=device)
         except (ImportError, AttributeError, RuntimeError) as error:
             reason = f"torch {torch.__version__} cannot make symmetric memory here: {error}"
-        _agree(group, reason)  # a rank that is alone in the rendezvous would wait for minutes
+        gather_or_fail(group, reason)  # a rank that is alone in the rendezvous would wait for minutes
         try:
             handle = symm_mem.rendezvous(own, group)
             if handle is None:
@@ -205,14 +219,7 @@ def _torch_room(group: dist.ProcessGroup, device: torch.device, bank_bytes: int)
             ]
         except RuntimeError as error:
             reason = f"the GPUs cannot map each other's memory: {error}"
-    _agree(group, reason)
+    gather_or_fail(group, reason)
     if len(set(gather_texts(group, str(offset)))) > 1:
         raise ExchangeError("torch placed the ranks' symmetric memory unlike: start the workers anew")
     return Room(memory, bank_bytes, lambda timeout: handle.barrier(0, max(1, round(timeout * 1000))))
-
-
-def _agree(group: dist.ProcessGroup, reason: str) -> None:
-    """Raises ExchangeError, on every rank alike, with the first reason that is not _READY."""
-    for said in gather_texts(group, reason):
-        if said != _READY:
-            raise ExchangeError(said)

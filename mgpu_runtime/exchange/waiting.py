@@ -19,6 +19,7 @@ class Wait:
     `missing` returns the ranks that have not arrived, as far as it can tell. With `wait_while_busy` it goes on for
     another timeout where every missing rank is known, works, and (`waiting`) does not itself wait for others. With
     `stopped_after` it ends before the timeout where a rank's process has been stopped for so many seconds.
+    `global_ranks` are the members' ranks in the world, where `processes` do not tell them.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Wait:
         wait_while_busy: bool = False,
         waiting: Callable[[int], bool] = lambda rank: False,
         stopped_after: float | None = None,
+        global_ranks: Sequence[int] = (),
     ) -> None:
         self._rank, self._what, self._timeout = rank, what, timeout
         self._missing, self._waiting = missing, waiting
@@ -43,7 +45,7 @@ class Wait:
         self._first_gone: float | None = None
         self._stopped_after = stopped_after
         self._stopped_since: dict[int, float] = {}  # by rank
-        self._global_ranks = () if processes is None else processes.global_ranks
+        self._global_ranks = global_ranks if processes is None else processes.global_ranks
 
     def elapsed(self) -> float:
         """Returns the seconds since this wait began."""

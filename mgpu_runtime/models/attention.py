@@ -32,7 +32,7 @@ class Attend:
     """Attends within this process. Parallel execution overrides these methods, and only them.
 
     Values, then keys, then queries are handed over as soon as they are made, so that they can travel while the rest is
-    computed, and whatever stands between the begin and the end of an attention.
+    computed, and whatever stands between the begin of an attention and its attending; so can the result until its end.
     """
 
     def send(self, x_BSHD: Tensor) -> Any:
@@ -43,9 +43,16 @@ class Attend:
         """Takes queries, after the keys; returns what stands for them in the call that follows."""
         return q_BTHD
 
-    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
-        """Returns (B, T, H, D), from what the other methods gave for queries, keys and values."""
+    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Any:
+        """Attends, from what the other methods gave for queries, keys and values; returns what stands for the result.
+
+        `bias` broadcasts to (B, H, T, S).
+        """
         return attend_locally(sent_q, sent_k, sent_v, bias)
+
+    def receive(self, attended: Any) -> Tensor:
+        """Returns the result, (B, T, H, D), from what the call gave."""
+        return attended
 
 
 LOCAL = Attend()
@@ -60,7 +67,7 @@ def rotate(x_BTC: Tensor, table: RotaryTable, rope_type: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Begun:
-    """An attention between its begin and its end: projected, and on its way to whoever attends."""
+    """An attention after its begin: projected, and on its way to whoever attends."""
 
     hidden_BTC: Tensor
     v_BSHD: Tensor
@@ -69,12 +76,22 @@ class Begun:
     keep: Keep | None
 
 
+@dataclass(frozen=True)
+class Attended:
+    """An attention that has attended: its result is on its way back."""
+
+    begun: Begun
+    sent: Any  # the result; None where no sample attends
+
+
 class LTXAttentionProcessor:
     """Projects, rotates, attends, gates and projects out, as every attention of LTX-2 does.
 
     `attend` is the only thing parallel execution changes. `keep` holds spatio-temporal guidance: a sample that is not
     kept passes its value projection through instead of attending (it is still gated and projected out). Where none is
     kept nothing is sent, on every rank alike.
+
+    A call is `begin`, `proceed` and `end`; who waits for other ranks has other work to do between these.
     """
 
     # diffusers sets these two on a processor when a user picks a backend or its own context parallelism
@@ -97,7 +114,7 @@ class LTXAttentionProcessor:
         begun = self.begin(
             attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb, keep
         )
-        return self.end(attn, begun)
+        return self.end(attn, self.proceed(begun))
 
     def begin(
         self,
@@ -109,7 +126,7 @@ class LTXAttentionProcessor:
         key_table: RotaryTable | None = None,
         keep: Keep | None = None,
     ) -> Begun:
-        """Projects and sends; what is computed before `end` overlaps that. Without a source it attends to itself."""
+        """Projects and sends. Without a source it attends to itself."""
         source = hidden_BTC if source_BSC is None else source_BSC
         v = attn.to_v(source).unflatten(2, (attn.heads, -1))
         if keep is not None and not keep.any:
@@ -120,11 +137,16 @@ class LTXAttentionProcessor:
         sent_q = self.attend.send_queries(_heads(attn, attn.norm_q(attn.to_q(hidden_BTC)), query_table))
         return Begun(hidden_BTC, v, (sent_q, sent_k, sent_v), bias, keep)
 
-    def end(self, attn: LTX2Attention, begun: Begun) -> Tensor:
-        """Attends, gates and projects out: (B, T, C)."""
+    def proceed(self, begun: Begun) -> Attended:
+        """Waits for what was sent and attends."""
+        return Attended(begun, None if begun.sent is None else self.attend(*begun.sent, begun.bias))
+
+    def end(self, attn: LTX2Attention, attended: Attended) -> Tensor:
+        """Waits for the result, gates and projects out: (B, T, C)."""
+        begun = attended.begun
         out = begun.v_BSHD
         if begun.sent is not None:
-            out = self.attend(*begun.sent, begun.bias)
+            out = self.attend.receive(attended.sent)
             if begun.keep is not None:
                 out = torch.where(begun.keep.mask[:, None, None, None], out, begun.v_BSHD)
         if attn.to_gate_logits is not None:

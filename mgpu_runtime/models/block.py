@@ -14,7 +14,7 @@ import torch
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
 from torch import Tensor
 
-from .attention import Begun, RotaryTable
+from .attention import Attended, Begun, RotaryTable
 from .streams import AUDIO_SELF, AUDIO_TO_VIDEO, VIDEO_SELF, VIDEO_TO_AUDIO, Keep
 
 
@@ -72,12 +72,34 @@ def _audio_half(block: LTX2VideoTransformerBlock) -> _Half:
     )
 
 
-def run_block(
-    block: LTX2VideoTransformerBlock, video: BlockStream | None, audio: BlockStream | None, keep: Sequence[Keep | None]
-) -> None:
-    """Advances `hidden` of the streams that are there by one block.
+@dataclass(frozen=True)
+class Unfinished:
+    """What is left of a block's audio half. Only audio depends on it, so the next block's video can begin before."""
 
-    `keep` holds one entry per kind of perturbation; None keeps all samples.
+    block: LTX2VideoTransformerBlock
+    audio: BlockStream
+    row: Sequence[Tensor]
+    to_audio: Attended | None
+    keep: Keep | None  # of v2a
+
+    def finish(self) -> None:
+        """Advances the audio stream to the end of the block."""
+        if self.to_audio is not None:
+            _end_video_to_audio(self.block, self.audio, self.to_audio, self.keep)
+        _feed_forward(self.audio, _audio_half(self.block), self.row)
+
+
+def run_block(
+    block: LTX2VideoTransformerBlock,
+    video: BlockStream | None,
+    audio: BlockStream | None,
+    keep: Sequence[Keep | None],
+    before: Unfinished | None = None,
+) -> Unfinished | None:
+    """Advances `hidden` of the streams that are there by one block; returns what is left to do for audio.
+
+    That goes into the next block as `before`, and is finished after the last one. `keep` holds one entry per kind of
+    perturbation; None keeps all samples.
     """
     halves = _video_half(block), _audio_half(block)
     both = video is not None and audio is not None
@@ -85,19 +107,27 @@ def run_block(
         s and _rows(half.table, s.modulation) for s, half in zip((video, audio), halves, strict=True)
     )
     begun = video and _begin_self(video, halves[0], video_rows, keep[VIDEO_SELF])
+    if before is not None:
+        before.finish()
     if audio is not None:
-        _end_self(audio, halves[1], audio_rows, _begin_self(audio, halves[1], audio_rows, keep[AUDIO_SELF]))
+        _attend_self(audio, halves[1], audio_rows, keep[AUDIO_SELF])
+    attended = begun and _proceed(halves[0].self_attention, begun)
+    if audio is not None:
         _attend_text(audio, halves[1], audio_rows)
     if video is not None:
-        _end_self(video, halves[0], video_rows, begun)
+        _end_self(video, halves[0], video_rows, attended)
         _attend_text(video, halves[0], video_rows)
-    to_audio = _attend_across(block, video, audio, keep) if both else None
+    begun = _attend_across(block, video, audio, keep) if both else None
     if video is not None:
         _feed_forward(video, halves[0], video_rows)
-    if to_audio is not None:
-        _end_video_to_audio(block, audio, to_audio, keep[VIDEO_TO_AUDIO])
-    if audio is not None:
-        _feed_forward(audio, halves[1], audio_rows)
+    if audio is None:
+        return None
+    to_audio = begun and _proceed(block.video_to_audio_attn, begun)
+    unfinished = Unfinished(block, audio, audio_rows, to_audio, keep[VIDEO_TO_AUDIO])
+    if torch.compiler.is_compiling():  # nothing overlaps there, and a block that ends by itself needs one graph only
+        unfinished.finish()
+        return None
+    return unfinished
 
 
 def _rows(table_RD: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
@@ -112,9 +142,17 @@ def _begin_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], keep: K
     return attention.processor.begin(attention, modulated, bias=stream.self_bias, query_table=stream.rotary, keep=keep)
 
 
-def _end_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], begun: Begun) -> None:
+def _proceed(attention: torch.nn.Module, begun: Begun) -> Attended:
+    return attention.processor.proceed(begun)
+
+
+def _end_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], attended: Attended) -> None:
     attention = half.self_attention
-    stream.hidden = stream.hidden + attention.processor.end(attention, begun) * row[2]
+    stream.hidden = stream.hidden + attention.processor.end(attention, attended) * row[2]
+
+
+def _attend_self(stream: BlockStream, half: _Half, row: Sequence[Tensor], keep: Keep | None) -> None:
+    _end_self(stream, half, row, _proceed(half.self_attention, _begin_self(stream, half, row, keep)))
 
 
 def _feed_forward(stream: BlockStream, half: _Half, row: Sequence[Tensor]) -> None:
@@ -172,10 +210,12 @@ def _attend_across(
     return begun
 
 
-def _end_video_to_audio(block: LTX2VideoTransformerBlock, audio: BlockStream, begun: Begun, keep: Keep | None) -> None:
+def _end_video_to_audio(
+    block: LTX2VideoTransformerBlock, audio: BlockStream, attended: Attended, keep: Keep | None
+) -> None:
     attention = block.video_to_audio_attn
     (gate,) = _rows(block.audio_a2v_cross_attn_scale_shift_table[4:], audio.cross_gate)
-    audio.hidden = audio.hidden + gate * _only_kept(attention.processor.end(attention, begun), keep)
+    audio.hidden = audio.hidden + gate * _only_kept(attention.processor.end(attention, attended), keep)
 
 
 def _scale_shift(x: Tensor, rows: Sequence[Tensor]) -> Tensor:

@@ -52,8 +52,11 @@ class LTXTransformer(LTX2VideoTransformer3DModel):
         keeps = self._keeps(perturbation)
         video_state = None if video is None else self._open_video(video, audio)
         audio_state = None if audio is None else self._open_audio(audio, video)
+        unfinished = None
         for block, keep in zip(self.transformer_blocks, keeps, strict=True):
-            run_block(block, video_state, audio_state, keep)
+            unfinished = run_block(block, video_state, audio_state, keep, unfinished)
+        if unfinished is not None:
+            unfinished.finish()
         return self._close_video(video_state), self._close_audio(audio_state)
 
     def _keeps(self, perturbation: Tensor | None) -> Sequence[Sequence[Keep | None]]:

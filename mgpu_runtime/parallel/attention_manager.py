@@ -4,7 +4,7 @@ Letters: B batch, T real video tokens, R rows of one rank (its real tokens, then
 world size, H heads, h heads of one rank, D channels of a head, A audio tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -128,31 +128,45 @@ class AttentionManager:
         """
         if torch.compiler.is_compiling():
             return ops.send_recv_heads_many(self.exchange, started, self._tokens())
-        results = tuple(pending.wait() for pending in started)
+        # The last first: where it has arrived all have, which some transports know, while the join of the block before,
+        # which was started earlier, is waited for by itself.
+        results = tuple(pending.wait() for pending in reversed(started))[::-1]
         if self._patience is not None:  # the ranks have met in this forward
             self._patience.close()
             self._patience = None
         return results
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Trades heads for tokens: (B, T, h, D) to (B, R, H, D), zeros in the padding."""
+    def start_gather(self, make: Callable[[int, int], Tensor]) -> Pending | Tensor:
+        """Starts to trade heads for tokens, of (B, T, h, D) that `make(first, count)` makes some tokens of at a time.
+
+        Those that other ranks wait for are made first. In a compiled graph, where nothing overlaps, it is done at once.
+        """
         tokens = self._tokens()
         if torch.compiler.is_compiling():
-            x = ops.gather_heads(self.exchange, x, tokens, self.num_heads)
-            padding = self._rulers[-1].shape[0] - tokens[self.exchange.rank]
+            return ops.gather_heads(self.exchange, make(0, sum(tokens)), tokens, self.num_heads)
+        return self.exchange.start_gather_heads_of(make, tokens, self.num_heads)
+
+    def finish_gather(self, started: Pending | Tensor) -> Tensor:
+        """Ends what `start_gather` began: (B, R, H, D), zeros in the padding."""
+        tokens = self._tokens()
+        if torch.compiler.is_compiling():
+            x, padding = started, self._rulers[-1].shape[0] - tokens[self.exchange.rank]
         else:
-            x = self.exchange.gather_heads(x, tokens, self.num_heads)
-            padding = self._shares.rows[self.exchange.rank] - tokens[self.exchange.rank]
+            x, padding = started.wait(), self._shares.rows[self.exchange.rank] - tokens[self.exchange.rank]
             if not padding:
                 return x
         return torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)
 
-    def join_heads(self, x: Tensor, heads: tuple[int, ...]) -> Tensor:
-        """Joins the ranks' heads of tokens that all of them have: (B, A, h, D) to (B, A, H, D)."""
+    def start_join(self, x: Tensor, heads: tuple[int, ...]) -> Pending | Tensor:
+        """Starts to join the ranks' heads of tokens that all of them have, (B, A, h, D)."""
         x = x.transpose(1, 2)
         if torch.compiler.is_compiling():
-            return ops.allgather(self.exchange, x, heads).transpose(1, 2)
-        return self.exchange.allgather(x, heads).transpose(1, 2)
+            return ops.allgather(self.exchange, x, heads)
+        return self.exchange.start_allgather(x, heads)
+
+    def finish_join(self, started: Pending | Tensor) -> Tensor:
+        """Ends what `start_join` began: (B, A, H, D)."""
+        return (started if torch.compiler.is_compiling() else started.wait()).transpose(1, 2)
 
     def join_tokens(self, x: Tensor) -> Tensor:
         """Joins the ranks' rows to the whole sequence, (B, R, C) to (B, T, C), in memory of its own."""
@@ -183,9 +197,17 @@ class _VideoSelf(Attend):
     def send_queries(self, q: Tensor) -> Pending | Tensor:
         return self._manager.start(q)
 
-    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
+    def __call__(self, sent_q: Any, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Pending | Tensor:
         v, k, q = self._manager.finish(sent_v, sent_k, sent_q)
-        return self._manager.gather(attend_locally(q, k, v, bias))
+
+        def attend(first: int, count: int) -> Tensor:
+            part = bias if bias is None or bias.shape[2] == 1 else bias.narrow(2, first, count)
+            return attend_locally(q.narrow(1, first, count), k, v, part)
+
+        return self._manager.start_gather(attend)
+
+    def receive(self, attended: Pending | Tensor) -> Tensor:
+        return self._manager.finish_gather(attended)
 
 
 class _VideoToAudio(_VideoSelf):
@@ -197,9 +219,12 @@ class _VideoToAudio(_VideoSelf):
     def send_queries(self, q: Tensor) -> Tensor:
         return q  # every rank has them
 
-    def __call__(self, q: Tensor, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, sent_k: Any, sent_v: Any, bias: Tensor | None) -> Pending | Tensor:
         exchange = self._manager.exchange
         heads = deal(q.shape[2], exchange.world_size)
         own = q.narrow(2, starts(heads)[exchange.rank], heads[exchange.rank])
         v, k = self._manager.finish(sent_v, sent_k)
-        return self._manager.join_heads(attend_locally(own, k, v, bias), heads)
+        return self._manager.start_join(attend_locally(own, k, v, bias), heads)
+
+    def receive(self, attended: Pending | Tensor) -> Tensor:
+        return self._manager.finish_join(attended)

@@ -1,4 +1,4 @@
-"""Rows of tensors as csrc/exchange_cpu.c reads them."""
+"""Rows of tensors as the native code reads them, csrc/exchange_cpu.c and csrc/exchange_rows.h alike."""
 
 import ctypes
 
@@ -8,18 +8,21 @@ from .layout import Block, Geometry, Move
 
 
 class Rows(ctypes.Structure):
-    """A Block as csrc/exchange_cpu.c reads it, with the strides of both sides, all in bytes."""
+    """A Block with the strides of both sides; all in bytes but batch and tokens."""
 
     _fields_ = [
-        ("batch", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("row_bytes", ctypes.c_uint64),
-        ("source_first", ctypes.c_uint64),
-        ("source_batch_stride", ctypes.c_uint64),
-        ("source_token_stride", ctypes.c_uint64),
-        ("target_first", ctypes.c_uint64),
-        ("target_batch_stride", ctypes.c_uint64),
-        ("target_token_stride", ctypes.c_uint64),
+        (name, ctypes.c_int64)  # none is ever negative, so that C may take them for unsigned ones
+        for name in (
+            "batch",
+            "tokens",
+            "row_bytes",
+            "source_first",
+            "source_batch_stride",
+            "source_token_stride",
+            "target_first",
+            "target_batch_stride",
+            "target_token_stride",
+        )
     ]
 
 
@@ -58,6 +61,12 @@ def rows_sent(block: Block, strides: tuple[int, int, int]) -> Rows:
         target_batch_stride=block.target_batch_stride,
         target_token_stride=block.target_token_stride,
     )
+
+
+def rows_to_all(geometry: Geometry, rank: int, strides: tuple[int, int, int]) -> ctypes.Array:
+    """Returns the Rows that a rank sends to each rank; `strides` are as in `rows_sent`."""
+    blocks = [geometry.block(rank, receiver, strides) for receiver in range(geometry.world_size)]
+    return (Rows * geometry.world_size)(*(rows_sent(block, strides) for block in blocks))
 
 
 def rows_in_place(block: Block) -> Rows:
