@@ -1,33 +1,23 @@
-"""Checks of the condition nodes inside ComfyUI's modules. Run by test_nodes_conditions.py.
-
-Is a program of its own for the reason that inside_comfy.py is one, and takes from there the pack and the recording
-client. Prints a JSON object: name of the check -> null, or the traceback.
-"""
+"""Checks of the condition nodes inside ComfyUI's modules. Run by checks_in_comfy.py."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from comfy.nested_tensor import NestedTensor
+from comfy_extras.nodes_lt import LTXVAddGuide, LTXVImgToVideo
+from comfy_stage import PROMPT, SP, TDP, Stage, pack, refusal
+from safetensors.torch import save_file
 
-import inside_comfy  # noqa: E402
-import torch  # noqa: E402
-from comfy.nested_tensor import NestedTensor  # noqa: E402
-from comfy_extras.nodes_lt import LTXVAddGuide, LTXVImgToVideo  # noqa: E402
-from inside_comfy import PROMPT, SP, TDP, Stage, pack  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-from mgpu_runtime.pipeline.conditions import (  # noqa: E402
+from mgpu_runtime.pipeline.conditions import (
     ImageCondition,
     LatentCondition,
     ReferenceAudioCondition,
     ReferenceCondition,
 )
-from mgpu_runtime.pipeline.jobs import LoRASpec  # noqa: E402
+from mgpu_runtime.pipeline.jobs import LoRASpec
 
 PICTURES = torch.arange(9 * 40 * 30 * 3.0).view(9, 40, 30, 3) / (9 * 40 * 30 * 3)
 VIDEO = torch.arange(128 * 2 * 4 * 6.0).view(1, 128, 2, 4, 6)
@@ -45,15 +35,6 @@ def image(**changes: Any) -> tuple[tuple[Any, torch.Tensor], ...]:
     """Returns the chain of an Image Condition with its widgets as they are at first."""
     widgets = {"image": PICTURES[:1], "frame": 0, "strength": 1.0, "crf": -1, "attention": -1.0}
     return run("LTXMGPUImageCondition", **{**widgets, **changes})
-
-
-def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    """Returns the text of the error that a call must raise."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 def check_widgets_become_conditions() -> None:
@@ -238,7 +219,3 @@ def check_a_prompt_can_choose_the_length_of_its_clip() -> None:
     node = stage.ready("LTXMGPUPredictLength")
     assert node.execute(ltx=stage.ltx, positive=PROMPT, fps=24.0, max_seconds=20.0).args == (129, 5.1)
     assert node.execute(ltx=stage.ltx, positive=PROMPT, fps=24.0, max_seconds=2.0).args == (41, 5.1)
-
-
-if __name__ == "__main__":
-    inside_comfy.report(globals())

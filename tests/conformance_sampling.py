@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mgpu_runtime.sampling import patchify, positions, sigmas, sizes, steppers
 from mgpu_runtime.sampling.denoiser import GuidedDenoiser
-from mgpu_runtime.sampling.guidance import GuiderParams, combine
+from mgpu_runtime.sampling.guidance import combine
 from mgpu_runtime.sampling.loop import denoise_loop
 from mgpu_runtime.sampling.res2s import renoise
 from mgpu_runtime.sampling.state import StreamState, audio_state, video_state
 from tests.conformance_bench import Bench, Triple
-from tests.goldens import Case
+from tests.goldens import Case, guider
 
 
 def check_sigmas(case: Case, bench: Bench) -> Iterator[Triple]:
@@ -62,21 +62,10 @@ def check_patchify(case: Case, bench: Bench) -> Iterator[Triple]:
     yield "audio latent", patchify.audio_latent(case["out.audio_tokens"], case["audio"].shape[1]), case["audio"]
 
 
-def _guider(values: dict) -> GuiderParams:
-    return GuiderParams(
-        cfg=values["cfg_scale"],
-        stg=values["stg_scale"],
-        stg_blocks=tuple(values["stg_blocks"]),
-        rescale=values["rescale_scale"],
-        modality=values["modality_scale"],
-        skip_step=values["skip_step"],
-    )
-
-
 def check_guidance(case: Case, bench: Bench) -> Iterator[Triple]:
     passes = {name: case[name] for name in ("cond", "uncond", "perturbed", "isolated")}
     for name, values in case.facts.items():
-        yield "guidance", combine(_guider(values), **passes), case[f"out.{name}"]
+        yield "guidance", combine(guider(values), **passes), case[f"out.{name}"]
 
 
 def check_steppers(case: Case, bench: Bench) -> Iterator[Triple]:
@@ -172,8 +161,8 @@ def check_loop_guided(case: Case, bench: Bench) -> Iterator[Triple]:
     denoise = GuidedDenoiser(
         model,
         *contexts,
-        video=_guider(case.facts["video_guider"]),
-        audio=_guider(case.facts["audio_guider"]),
+        video=guider(case.facts["video_guider"]),
+        audio=guider(case.facts["audio_guider"]),
         num_layers=len(model.model.transformer_blocks),
     )
     video, audio = denoise_loop(

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mgpu_runtime.models.streams import StreamInput
+from mgpu_runtime.sampling.guidance import GuiderParams
 
 GOLDEN = Path(__file__).parent / "golden"
 TOY = Path(__file__).parents[1] / "assets" / "toy"
@@ -55,6 +56,18 @@ def read_case(path: Path) -> Case:
 def golden(name: str) -> Case:
     """Reads a case of the copy under tests/golden by name."""
     return read_case(GOLDEN / "golden" / f"{name}.safetensors")
+
+
+def guider(values: dict) -> GuiderParams:
+    """Reads guidance parameters under their published names."""
+    return GuiderParams(
+        cfg=values["cfg_scale"],
+        stg=values["stg_scale"],
+        stg_blocks=tuple(values["stg_blocks"]),
+        rescale=values["rescale_scale"],
+        modality=values["modality_scale"],
+        skip_step=values["skip_step"],
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,7 +1,4 @@
-"""A real ComfyUI server for a test module, and the process-level facts that tests ask about it.
-
-Import `host` into a test module to get one server for that module.
-"""
+"""What a real ComfyUI server needs for the tests, and the process-level facts that they ask about it."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ import subprocess
 import sys
 import time
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import pytest
 
 from comfy_host import ROOT, ComfyHost, comfy_path
 
@@ -30,13 +26,6 @@ SOUND_WORKFLOW = API_WORKFLOW.with_name("ltx_mgpu_audio_to_video.json")
 
 # Node ids of the bundled workflow from text.
 LOAD, ENCODE, EMPTY, SP, TDP, DECODE, CREATE, SAVE = map(str, range(1, 9))
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[ComfyHost]:
-    """Gives one server to a test module."""
-    with furnished(ComfyHost()) as server:
-        yield server
 
 
 def furnished(host: ComfyHost) -> ComfyHost:
@@ -94,12 +83,8 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
     return condition()
 
 
-_PRELUDE = f"""
-import asyncio, importlib.util, sys
-sys.path.insert(0, {str(comfy_path())!r})
-sys.argv = ["main.py", "--cpu"]
-import comfy.options
-comfy.options.enable_args_parsing()
+LOAD_PACK = f"""
+import importlib.util, sys
 
 def load_pack(name, folder={str(ROOT)!r}):
     # As ComfyUI loads a pack: by path, under a name that is a path.
@@ -108,6 +93,15 @@ def load_pack(name, folder={str(ROOT)!r}):
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+"""
+
+_PRELUDE = f"""
+{LOAD_PACK}
+import asyncio
+sys.path.insert(0, {str(comfy_path())!r})
+sys.argv = ["main.py", "--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
 
 def pack_nodes(pack):
     extension = asyncio.run(pack.comfy_entrypoint())

@@ -1,170 +1,20 @@
-"""Checks of the nodes inside ComfyUI's modules, with a client that only records. Run by test_nodes_in_comfy.py.
-
-Is a program of its own because ComfyUI's top-level modules (`nodes`, `utils`) must not enter pytest's process. Prints
-a JSON object: name of the check -> null, or the traceback.
-"""
+"""Checks of the nodes inside ComfyUI's modules, with a client that only records. Run by checks_in_comfy.py."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import importlib.util
-import json
-import sys
 import time
-import traceback
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, sys.argv[1])  # ComfyUI's folder
-sys.argv = ["main.py", "--cpu"]
+import comfy.model_management as mm
+import comfy.utils
+import torch
+from comfy_stage import EMPTY, PROMPT, SP, TDP, Client, Stage, event, pack, refusal
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
-
-import comfy.model_management as mm  # noqa: E402
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
-
-
-def load_pack() -> types.ModuleType:
-    """Loads the pack as ComfyUI does: by path."""
-    spec = importlib.util.spec_from_file_location("pack", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pack"] = module
-    spec.loader.exec_module(module)
-    extension = asyncio.run(module.comfy_entrypoint())
-    module.by_id = {node.GET_SCHEMA().node_id: node for node in asyncio.run(extension.get_node_list())}
-    return module
-
-
-pack = load_pack()
-
-from mgpu_runtime.fleet import JobCancelled  # noqa: E402
-from mgpu_runtime.pipeline.jobs import Decoded, SPStage, StageLatents, TDPStage  # noqa: E402
-from mgpu_runtime.pipeline.settings import LTXSettings  # noqa: E402
-
-Hidden = pack.nodes.comfy.io.Hidden
-
-PROMPT = [[torch.zeros(1, 128, 192), {"ltx_mgpu_audio_context": torch.zeros(1, 128, 64)}]]
-EMPTY = {"samples": torch.zeros(1, 128, 3, 4, 6)}
-SP = {
-    "fps": 24.0,
-    "seed": 7,
-    "schedule": "distilled",
-    "steps": 0,
-    "video_cfg": -1.0,
-    "audio_cfg": -1.0,
-    "video_stg": -1.0,
-    "audio_stg": -1.0,
-    "stg_block": -1,
-    "rescale": -1.0,
-    "modality_scale": -1.0,
-}
-TDP = {
-    "seed": 7,
-    "upscale": True,
-    "mode": "tdp (audio kept)",
-    "tiles": "1x2",
-    "overlap": 5,
-    "normalize_positions": True,
-    "fps": 0.0,
-}
-FACTS = types.SimpleNamespace(
-    version="2.3.0",
-    version_tuple=(2, 3, 0),
-    scale_factors=(8, 32, 32),
-    has_video_encoder=True,
-    has_audio_encoder=True,
-    audio_latent_rate=25.0,
-    decode_min_cells=1,
-    has_diffusion_decoder=False,
-    num_layers=48,
-    is_distilled=False,
-    video_channels=128,
-    audio_channels=8,
-    audio_mel_bins=16,
-    upsample_scale=2.0,
-    num_heads=32,
-    require=lambda component: None,  # the file holds everything
-)
-
-
-class Client:
-    """Records the jobs it is given, reports three steps, and stops when asked."""
-
-    devices = ["cpu", "cpu"]
-
-    def __init__(self, settings: LTXSettings | None = None) -> None:
-        self.settings = settings or LTXSettings("/m/ltx.safetensors", "/m/gemma", "/m/up.safetensors", "cpu:2")
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def check(self) -> types.SimpleNamespace:
-        return FACTS
-
-    def sp_stage(self, *given: Any, watch: Any, **more: Any) -> StageLatents:
-        self.calls.append((given, more))
-        for step in range(3):
-            watch.on_event(_event("progress", stage="stage", step=step, of=2, sigma=None))
-            watch.on_event(_event("preview", image=torch.zeros(16, 16, 3, dtype=torch.uint8)))
-            if watch.should_stop():
-                raise JobCancelled("cancelled")
-        return StageLatents(torch.ones(1, 128, 3, 4, 6), torch.ones(1, 8, 18, 16))
-
-    tdp_stage = sp_stage
-
-    def decode(self, *given: Any, watch: Any, **more: Any) -> Decoded:
-        self.calls.append((given, more))
-        return Decoded(torch.zeros(17, 8, 8, 3), torch.zeros(1, 2, 100), 48000)
-
-    def encode_video(self, *given: Any, watch: Any, **more: Any) -> torch.Tensor:
-        self.calls.append((given, more))
-        return torch.zeros(1, 128, 3, 4, 6)
-
-    def encode_audio(self, *given: Any, watch: Any, **more: Any) -> torch.Tensor:
-        self.calls.append((given, more))
-        return torch.zeros(1, 8, 18, 16)
-
-    @property
-    def last_job(self) -> Any:
-        return self.calls[-1][0][0]
-
-
-class Stage:
-    """Holds a handle around a recording client, and what its jobs have shown."""
-
-    def __init__(self) -> None:
-        self.client = Client()
-        self.released = 0
-        self.guard = pack.nodes.comfy.MemoryGuard(self._release, 0)
-        self.ltx = pack.nodes.handle.LTXHandle(self.client, self.guard, None)
-        self.bars: list[tuple[Any, ...]] = []
-        self.texts: list[str] = []
-        server = types.SimpleNamespace(client_id="someone", send_progress_text=self._send_text)
-        sys.modules["server"] = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=server))
-        comfy.utils.set_progress_bar_global_hook(self._hook)
-
-    def ready(self, node_id: str, graph: dict[str, Any] | None = None) -> Any:
-        """Returns a node class as ComfyUI prepares it for a run."""
-        return pack.by_id[node_id].PREPARE_CLASS_CLONE({Hidden.unique_id: "4", Hidden.prompt: graph or {}})
-
-    def run_sp(self, **changes: Any) -> Any:
-        return self.ready("LTXMGPUSPStage").execute(ltx=self.ltx, positive=PROMPT, latent=EMPTY, **{**SP, **changes})
-
-    def _release(self) -> None:
-        self.released += 1
-
-    def _send_text(self, text: str, node_id: str, client_id: str) -> None:
-        assert (node_id, client_id) == ("4", "someone")
-        self.texts.append(text)
-
-    def _hook(self, value: int, total: int, preview: Any, node_id: str | None = None) -> None:
-        mm.throw_exception_if_processing_interrupted()  # as the server's own hook begins
-        self.bars.append((value, total, preview, node_id))
+from mgpu_runtime.pipeline.jobs import SPStage, TDPStage
+from mgpu_runtime.pipeline.settings import LTXSettings
 
 
 def check_widgets_become_jobs() -> None:
@@ -203,7 +53,7 @@ def check_clips_and_sound_become_latents_and_come_back() -> None:
     assert images is None and heard["sample_rate"] == 48000 and stage.client.calls[-1][0][1] is None
     decode.execute(ltx=stage.ltx, latent={**video, "frame_rate": 24.0}, tiles="auto", overlap=4, audio_latent=sound)
     assert stage.client.last_job.fps == 24.0 and stage.client.calls[-1][1]["audio_latent"].shape == (1, 8, 18, 16)
-    said = _refusal(lambda: node.execute(ltx=stage.ltx, audio=audio, video_latent=sound))
+    said = refusal(lambda: node.execute(ltx=stage.ltx, audio=audio, video_latent=sound))
     assert "video latent" in said, said
 
 
@@ -233,18 +83,18 @@ def check_guidance_nodes_chain_by_noise_level() -> None:
     assert (level, lower, strong.cfg, strong.stg_blocks, weak.cfg) == (1.0, 0.4, 3.0, (14, 19), 1.0), job
     assert (weak.skip_step, weak.stg_blocks, strong.skip_step) == (2, (28,), 0), job
     assert [(g.cfg, g.rescale) for _, g in job.audio_by_sigma] == [(7.0, 0.5), (7.0, 0.7)], job
-    said = _refusal(lambda: node.execute(from_sigma=0.4, guidance=both, **late))
+    said = refusal(lambda: node.execute(from_sigma=0.4, guidance=both, **late))
     assert "two Guidance nodes of the chain hold from the noise level 0.4" in said, said
-    said = _refusal(lambda: stage.run_sp(schedule="ltx2", negative=PROMPT, guidance=both, video_cfg=2.0))
+    said = refusal(lambda: stage.run_sp(schedule="ltx2", negative=PROMPT, guidance=both, video_cfg=2.0))
     assert "put them back to -1, or disconnect" in said, said
-    said = _refusal(lambda: node.execute(from_sigma=0.2, **{**defaults, "video_stg_blocks": "14;19"}))
+    said = refusal(lambda: node.execute(from_sigma=0.2, **{**defaults, "video_stg_blocks": "14;19"}))
     assert said.startswith("video_stg_blocks: STG blocks are numbers") and "audio" not in said, said
 
 
 def check_missing_frame_rate_is_refused() -> None:
     stage = Stage()
     node = stage.ready("LTXMGPUTDPUpscaleStage")
-    said = _refusal(lambda: node.execute(ltx=stage.ltx, positive=PROMPT, latent=EMPTY, **TDP))
+    said = refusal(lambda: node.execute(ltx=stage.ltx, positive=PROMPT, latent=EMPTY, **TDP))
     assert "carries no frame rate" in said, said
 
 
@@ -301,20 +151,20 @@ def check_the_last_handle_ends_the_fleet_after_a_while() -> None:
         def release(self) -> None:
             ended.append(self.settings.devices)
 
-    handle.GRACE_SECONDS, handle.LTXClient = 1.0, Quick
     settings = LTXSettings("/m/a", devices="cpu:1")
-    one, same = handle.open_handle(settings), handle.open_handle(settings)
-    assert one.guard is same.guard  # two entries in ComfyUI's list would drive their one fleet out of the GPU
-    del one
-    _settle()
-    assert not ended  # its twin still needs the fleet
-    del same
-    again = handle.open_handle(settings)  # as a new graph does just after the old one went
-    _settle()
-    assert not ended
-    del again
-    _settle()
-    assert ended == ["cpu:1"], ended
+    with mock.patch.multiple(handle, GRACE_SECONDS=0.5, LTXClient=Quick):
+        one, same = handle.open_handle(settings), handle.open_handle(settings)
+        assert one.guard is same.guard  # two entries in ComfyUI's list would drive their one fleet out of the GPU
+        del one
+        _settle()
+        assert not ended  # its twin still needs the fleet
+        del same
+        again = handle.open_handle(settings)  # as a new graph does just after the old one went
+        _settle()
+        assert not ended
+        del again
+        _settle()
+        assert ended == ["cpu:1"], ended
 
 
 def check_stages_look_at_their_input_before_the_prompt_is_encoded() -> None:
@@ -325,10 +175,10 @@ def check_stages_look_at_their_input_before_the_prompt_is_encoded() -> None:
     assert status(**{**asked, "positive": PROMPT, "negative": PROMPT}) == []
     for shape, words in (((1, 4, 8, 8), "1 x 4 x 8 x 8"), ((1, 16, 3, 4, 6), "16"), ((1, 128, 80, 32, 32), "81920")):
         latent = {"samples": torch.zeros(shape)}
-        said = _refusal(lambda latent=latent: status(**{**asked, "latent": latent}))
+        said = refusal(lambda latent=latent: status(**{**asked, "latent": latent}))
         assert words in said.replace(",", ""), said
     without = {name: value for name, value in asked.items() if name != "negative"}
-    said = _refusal(lambda: status(**{**without, "video_cfg": 3.0}))
+    said = refusal(lambda: status(**{**without, "video_cfg": 3.0}))
     assert "negative" in said, said
 
 
@@ -344,11 +194,11 @@ def check_a_following_stage_that_cannot_run_stops_the_first() -> None:
     def status() -> list[str]:
         return stage.ready("LTXMGPUSPStage", graph).check_lazy_status(**asked)
 
-    assert "width must be a multiple of 32, got 200" in _refusal(status)
+    assert "width must be a multiple of 32, got 200" in refusal(status)
     graph["3"]["inputs"]["width"] = 192
     assert status() == ["positive"]
     graph["5"]["inputs"]["tiles"] = "40x40"
-    assert "40x40" in _refusal(status)
+    assert "40x40" in refusal(status)
     graph["5"]["inputs"]["tiles"] = ["9", 0]  # not known yet: left to the stage itself
     assert status() == ["positive"]
 
@@ -378,7 +228,7 @@ def check_what_follows_is_built_as_it_will_be() -> None:
         ({"mode": link}, {"tiles": "9x9"}, "Distributed Decode: Tiles '9x9' do not fit"),
         ({}, {**first, "tiles": "2x5"}, "Distributed Decode: Tiles '2x5' do not fit"),
     ):
-        said = _refusal(lambda one=tdp_widgets, two=decode_widgets: status(one, two))
+        said = refusal(lambda one=tdp_widgets, two=decode_widgets: status(one, two))
         assert said.startswith(words), said
     for tdp_widgets, decode_widgets in (
         ({}, {}),
@@ -406,10 +256,10 @@ def check_an_upscale_stage_looks_at_the_decode_behind_it() -> None:
     def status(**changes: Any) -> list[str]:
         return stage.ready("LTXMGPUTDPUpscaleStage", graph).check_lazy_status(**asked, **changes)
 
-    assert _refusal(status).startswith("Distributed Decode: Tiles '9x9' do not fit")
+    assert refusal(status).startswith("Distributed Decode: Tiles '9x9' do not fit")
     graph["6"]["inputs"]["tiles"] = "2x2"
     assert status() == ["positive"]
-    said = _refusal(lambda: status(audio_latent={"samples": torch.zeros(1, 8, 26, 16)}))
+    said = refusal(lambda: status(audio_latent={"samples": torch.zeros(1, 8, 26, 16)}))
     assert "26 frames" in said and "needs 18" in said, said
 
 
@@ -417,53 +267,12 @@ def _with_a_line(job: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a client's method that first says a line of text."""
 
     def said(*given: Any, watch: Any, **more: Any) -> Any:
-        watch.on_event(_event("log", text="decoding"))
+        watch.on_event(event("log", text="decoding"))
         return job(*given, watch=watch, **more)
 
     return said
 
 
-def _event(kind: str, **data: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(kind=kind, job_id="1", rank=0, data=data)
-
-
-def _refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
-
-
 def _settle() -> None:
     gc.collect()
-    time.sleep(1.5)
-
-
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    mm.InterruptProcessingException,
-)
-
-
-def report(members: dict[str, Any]) -> None:
-    """Runs the checks among a program's members and prints how each ended."""
-    results: dict[str, str | None] = {}
-    for name, check in list(members.items()):
-        if name.startswith("check_"):
-            try:
-                check()
-                results[name] = None
-            except _FAILURES:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    report(globals())
+    time.sleep(1.0)

@@ -1,28 +1,20 @@
-"""Checks of the LoRA node inside ComfyUI's modules. Run by test_nodes_lora.py.
-
-Is a program of its own for the reason that inside_comfy.py is one, and takes from there the pack and the stand-in
-client. Prints a JSON object: name of the check -> null, or the traceback.
-"""
+"""Checks of the LoRA node inside ComfyUI's modules. Run by checks_in_comfy.py."""
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+import folder_paths
+import torch
+from comfy_stage import EMPTY, PROMPT, SP, TDP, Client, Stage, pack, refusal
+from safetensors.torch import save_file
 
-import inside_comfy  # noqa: E402, I001 (first: it makes ComfyUI's modules importable)
-import folder_paths  # noqa: E402
-import torch  # noqa: E402
-from inside_comfy import EMPTY, PROMPT, SP, TDP, Client, Stage, pack  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-from mgpu_runtime.pipeline.client import LTXClient  # noqa: E402
-from mgpu_runtime.pipeline.jobs import LoRASpec, PromptContext  # noqa: E402
-from mgpu_runtime.pipeline.settings import LTXSettings  # noqa: E402
+from mgpu_runtime.pipeline.client import LTXClient
+from mgpu_runtime.pipeline.jobs import LoRASpec, PromptContext
+from mgpu_runtime.pipeline.settings import LTXSettings
 
 ROOT = Path(__file__).parents[1]
 LORAS = Path(tempfile.mkdtemp(prefix="loras "))
@@ -52,14 +44,6 @@ def stage() -> Stage:
     made.client = Checking()
     made.ltx = pack.nodes.handle.LTXHandle(made.client, made.guard, None)
     return made
-
-
-def refusal(call: Any) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 def check_loras_ride_in_the_handle_and_in_the_jobs_of_the_stages_behind() -> None:
@@ -133,7 +117,3 @@ def check_a_lora_that_a_later_stage_cannot_take_stops_the_first() -> None:
     assert "LoRA (LTX MGPU): " in (said := refusal(status)) and "another model" in said, said
     graph["7"]["inputs"]["lora"] = ["9", 0]  # not known yet: left to the node itself
     assert status() == ["positive"]
-
-
-if __name__ == "__main__":
-    inside_comfy.report(globals())

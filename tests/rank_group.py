@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tests.spawn import _strict_matrix_products
+from tests.spawn import PRELOAD, _strict_matrix_products
 
 
 class RankFailed(AssertionError):
@@ -29,7 +29,7 @@ class RankGroup:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.tiny", "torch.distributed"])
+        context.set_forkserver_preload(PRELOAD)
         self._pipes, self.processes = [], []
         self._told = [0] * world_size  # number of each rank's last call
         for rank in range(world_size):

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = ["tests.rank_imports"]  # what the server that ranks are forked from imports
+
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Calls fn(rank, group, *args) in `world_size` processes and returns what each rank returned, by rank.
@@ -22,7 +24,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 30
     that has imported the libraries once: importing them in each rank would cost more than the tests. Ranks that are not
     through after `timeout` seconds are killed and TimeoutError is raised.
     """
-    multiprocessing.set_forkserver_preload(["tests.tiny", "torch.distributed"])
+    multiprocessing.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder, _strict_matrix_products():
         ranks = mp.start_processes(
             _main, (fn, world_size, folder, args), nprocs=world_size, join=False, start_method="forkserver"

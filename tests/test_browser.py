@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from playwright.sync_api import Page
 
 from comfy_host import ROOT, ComfyHost
 from screenshot import api_graph, find_chromium, load_workflow, open_page
-from tests.host_fixtures import UI_WORKFLOW, furnished
+from tests.host_fixtures import UI_WORKFLOW
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="no Chromium was found: apt-get install chromium, or set CHROMIUM to its path"
@@ -20,53 +21,77 @@ pytestmark = pytest.mark.skipif(
 
 UI_FILES = sorted((ROOT / "workflows").glob("*.json"))
 RELEASED = sorted((ROOT / "tests" / "released").glob("*/*.json"))
+COMPLAINTS = (".comfy-missing-nodes", ".p-dialog", ".p-toast-message-error, .p-toast-message-warn")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the page holds and shows after a file was loaded."""
+
+    num_nodes: int
+    all_registered: bool
+    complaints: dict[str, int]  # how many there are, by selector
+    errors: list[str]
+    graph: dict[str, Any]  # in API format
+
+
+@dataclass
+class FrontEnd:
+    """A server, its page, the page's uncaught errors, and what was seen of each file."""
+
+    host: ComfyHost
+    page: Page
+    errors: list[str]
+    seen: dict[Path, Seen] = field(default_factory=dict)
+
+    def look(self, path: Path) -> Seen:
+        """Loads a file once, however many tests ask for it."""
+        if path not in self.seen:
+            page = self.page
+            load_workflow(page, _read(path))
+            self.seen[path] = Seen(
+                page.evaluate("() => app.graph.nodes.length"),
+                page.evaluate("() => app.graph.nodes.every(node => LiteGraph.registered_node_types[node.type])"),
+                {selector: page.locator(selector).count() for selector in COMPLAINTS},
+                list(self.errors),
+                api_graph(page),
+            )
+        return self.seen[path]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["nodes 1", "nodes 2.0"])
-def front_end(request: pytest.FixtureRequest) -> Iterator[tuple[ComfyHost, Page, list[str]]]:
-    """Gives a server, its page and the page's uncaught errors, once per kind of node display."""
-    host = furnished(ComfyHost(settings={"Comfy.VueNodes.Enabled": request.param}))
-    with host, open_page(host) as (page, errors):
-        yield host, page, errors
+def front_end(request: pytest.FixtureRequest, host: ComfyHost) -> Iterator[FrontEnd]:
+    """Gives a server's page, once per kind of node display."""
+    host.post("/settings", {"Comfy.VueNodes.Enabled": request.param})
+    with open_page(host) as (page, errors):
+        setting = page.evaluate("() => app.extensionManager.setting.get('Comfy.VueNodes.Enabled')")
+        assert setting is request.param
+        yield FrontEnd(host, page, errors)
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=lambda path: path.stem)
-def test_workflow_loads_without_missing_node_or_warning(
-    front_end: tuple[ComfyHost, Page, list[str]], path: Path
-) -> None:
-    _, page, errors = front_end
-    load_workflow(page, _read(path))
-    assert page.evaluate("() => app.graph.nodes.every(node => LiteGraph.registered_node_types[node.type])")
-    assert page.evaluate("() => app.graph.nodes.length") == len(_read(path)["nodes"])
-    assert page.locator(".comfy-missing-nodes").count() == 0
-    assert page.locator(".p-dialog").count() == 0
-    assert page.locator(".p-toast-message-error, .p-toast-message-warn").count() == 0
-    assert not errors, errors
+def test_workflow_loads_without_missing_node_or_warning(front_end: FrontEnd, path: Path) -> None:
+    seen = front_end.look(path)
+    assert seen.all_registered and seen.num_nodes == len(_read(path)["nodes"])
+    assert seen.complaints == dict.fromkeys(COMPLAINTS, 0)
+    assert not seen.errors, seen.errors
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=lambda path: path.stem)
-def test_front_end_turns_the_ui_file_into_the_api_twin(
-    front_end: tuple[ComfyHost, Page, list[str]], path: Path
-) -> None:
-    _, page, _ = front_end
-    load_workflow(page, _read(path))
-    assert _without_titles(api_graph(page)) == _without_titles(_read(path.parent / "api" / path.name))
+def test_front_end_turns_the_ui_file_into_the_api_twin(front_end: FrontEnd, path: Path) -> None:
+    assert _without_titles(front_end.look(path).graph) == _without_titles(_read(path.parent / "api" / path.name))
 
 
 @pytest.mark.parametrize("path", RELEASED, ids=lambda path: f"{path.parent.name} {path.stem}")
-def test_b131_front_end_reads_every_value_of_a_released_file(
-    front_end: tuple[ComfyHost, Page, list[str]], path: Path
-) -> None:
-    _, page, _ = front_end
-    load_workflow(page, _read(path))
-    graph, released = api_graph(page), _read(path.parent / "api" / path.name)
+def test_b131_front_end_reads_every_value_of_a_released_file(front_end: FrontEnd, path: Path) -> None:
+    graph, released = front_end.look(path).graph, _read(path.parent / "api" / path.name)
     assert graph.keys() == released.keys()
     for key, node in released.items():
         assert graph[key]["inputs"].items() >= node["inputs"].items(), node["class_type"]
 
 
-def test_node_shows_its_error_after_a_bad_input(front_end: tuple[ComfyHost, Page, list[str]]) -> None:
-    host, page, _ = front_end
+def test_node_shows_its_error_after_a_bad_input(front_end: FrontEnd) -> None:
+    host, page = front_end.host, front_end.page
     workflow = _read(UI_WORKFLOW)
     empty = next(node for node in workflow["nodes"] if node["type"] == "EmptyLTXVLatentVideo")
     empty["widgets_values"][0] = 200

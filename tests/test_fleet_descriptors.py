@@ -13,10 +13,12 @@ from mgpu_runtime.fleet import AsymmetricRunnerError, FleetError, FleetStartErro
 from mgpu_runtime.fleet.codec import pack, unpack
 from mgpu_runtime.fleet.frames import Channel, Port
 from mgpu_runtime.fleet.records import JobDone
+from tests.fleet_fixtures import START_TIMEOUT_S, fleet
 from tests.fleet_processes import left_after
 from tests.fleet_runners import Echo
 
-START_TIMEOUT_S = 120
+__all__ = ["fleet"]
+
 ADVICE = "Process {pid} is out of file descriptors: .* Raise the limit with `ulimit -n`"
 
 
@@ -43,14 +45,6 @@ def shared():
     controller = MGPUController(Echo, devices=["cpu", "cpu"])
     yield controller
     controller.shutdown()
-
-
-@pytest.fixture
-def fleet(shared):
-    """A running fleet of two, started anew after each test that ended it."""
-    if not shared.is_alive:
-        shared.start(timeout=START_TIMEOUT_S)
-    return shared
 
 
 @pytest.mark.parametrize("end", [Channel, Port])

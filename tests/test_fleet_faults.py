@@ -19,10 +19,11 @@ from mgpu_runtime.fleet import (
     current,
     stop,
 )
+from tests.fleet_fixtures import START_TIMEOUT_S, fleet
 from tests.fleet_processes import children_of, left_after
 from tests.fleet_runners import BadSetup, Echo, IgnoresSigterm
 
-START_TIMEOUT_S = 120
+__all__ = ["fleet"]
 
 
 def everyone(controller):
@@ -34,14 +35,6 @@ def shared():
     controller = MGPUController(Echo, devices=["cpu", "cpu"], group_timeout=3.0, cancel_timeout=1.0)
     yield controller
     controller.shutdown()
-
-
-@pytest.fixture
-def fleet(shared):
-    """A running fleet of two, started anew after each test that ended it."""
-    if not shared.is_alive:
-        shared.start(timeout=START_TIMEOUT_S)
-    return shared
 
 
 def test_b112_a_job_works_after_an_idle_time_longer_than_the_group_timeout(fleet):

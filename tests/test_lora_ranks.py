@@ -18,11 +18,11 @@ from mgpu_runtime.models.transformer_builder import TransformerBuilder
 from mgpu_runtime.pipeline.client import LTXClient, Watch
 from mgpu_runtime.pipeline.jobs import LoRASpec, SPStage, TDPStage
 from mgpu_runtime.pipeline.loras import LoRASwitch
-from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.weights.registry import StateDictRegistry
 from tests.lora_files import random_pair, targets, toy_lora, write_lora
 from tests.spawn import run
-from tests.weights_files import GEMMA, TINY_23, TOY_23, TOY_UPSAMPLER
+from tests.toy import toy_client
+from tests.weights_files import TINY_23, TOY_23
 
 Loras = tuple[LoRASpec, ...]
 
@@ -126,10 +126,6 @@ def test_b65_b68_all_ranks_change_or_none_does(tmp_path: Path) -> None:
 STAGE = SPStage(10, 24.0, sigmas=(1.0, 0.6, 0.0), schedule="distilled", preview=False)
 FINE = TDPStage(11, 24.0, tiles="1x2", overlap=1, preview=False)
 START = torch.zeros(1, 128, 2, 2, 3)
-
-
-def toy_client(devices: str) -> LTXClient:
-    return LTXClient(LTXSettings(str(TOY_23), str(GEMMA), str(TOY_UPSAMPLER), devices))
 
 
 def clip(client: LTXClient, said: list[str], *, first: Loras = (), second: Loras = ()) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +25,21 @@ from tests.host_fixtures import (
     TONE_HZ,
     fleet_pids,
     fleet_processes,
-    host,
+    furnished,
     wait_until,
     workflow_graph,
 )
 
-__all__ = ["host"]
-
 # A stage that runs long enough to be interrupted in the middle.
 NO_GUIDANCE = {"video_cfg": 1, "audio_cfg": 1, "video_stg": 0, "audio_stg": 0, "modality_scale": 1}
 LONG_STAGE = {f"n{SP}": {"schedule": "ltx2", "steps": 400, "seed": 1, **NO_GUIDANCE}}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ComfyHost]:
+    """Gives a server of this module's own, whose workers come and go, and which is killed at last."""
+    with furnished(ComfyHost()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

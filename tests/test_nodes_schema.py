@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from comfy_host import ComfyHost, JobError, RequestError
-from tests.host_fixtures import EMPTY, ENCODE, IMAGE_WORKFLOW, LOAD, SP, TDP, fleet_pids, host, workflow_graph
-
-__all__ = ["host"]
+from tests.host_fixtures import EMPTY, ENCODE, IMAGE_WORKFLOW, LOAD, SP, TDP, fleet_pids, workflow_graph
 
 NODES = {
     "LTXMGPULoad": ("Load LTX MGPU", ["LTX_MGPU"]),

@@ -12,20 +12,10 @@ from pathlib import Path
 import pytest
 
 from comfy_host import ROOT
-from tests.host_fixtures import run_in_comfy, run_python
+from tests.host_fixtures import LOAD_PACK, run_in_comfy, run_python
 from tests.test_nodes_schema import NODES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-LOAD_PACK = f"""
-import importlib.util, sys
-def load_pack(name, folder={str(ROOT)!r}):
-    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-"""
 
 
 def test_b139_pack_imports_in_a_bare_interpreter_and_does_nothing() -> None:

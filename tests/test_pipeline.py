@@ -1,6 +1,5 @@
 """The pipeline through its client: the toy's reference clips, every worker count, batches, warm fleets, cancels."""
 
-import json
 import os
 import shutil
 import time
@@ -17,32 +16,16 @@ from mgpu_runtime.pipeline.jobs import Decode, PromptContext, SPStage, TDPStage
 from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.sampling.patchify import audio_tokens, video_tokens
 from tests.conditioned import SOUND, conditioned_clips
-from tests.goldens import GOLDEN, TOY, Case, relative_error
-from tests.six_heads import write_six_heads
+from tests.goldens import GOLDEN, TOY, Case, read_case, relative_error
+from tests.toy import toy_client
 from tests.weights_files import read_all
 
 UPSAMPLER = str(GOLDEN / "checkpoints" / "tiny_upsampler_x2.safetensors")
 
 
-def toy_client(devices: str) -> LTXClient:
-    """The toy model on some devices."""
-    return LTXClient(
-        LTXSettings(
-            checkpoint=str(TOY / "ltx-toy-23.safetensors"),
-            text_encoder=str(TOY / "gemma-toy"),
-            upsampler=str(TOY / "ltx-toy-upsampler-x2.safetensors"),
-            devices=devices,
-        )
-    )
-
-
 def reference(index: int) -> Case:
     """A stored clip of the toy model: noise in, latents, sound and frames out."""
-    from safetensors import safe_open
-
-    with safe_open(TOY / "reference" / f"clip{index}.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        return Case(f"clip{index}", tensors, json.loads(file.metadata()["case"]))
+    return read_case(TOY / "reference" / f"clip{index}.safetensors")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,9 +93,8 @@ def _six_head_clip(checkpoint: Path, num_workers: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_clip_for_1_2_and_3_workers(tmp_path: Path) -> None:
-    checkpoint = write_six_heads(tmp_path / "six.safetensors")
-    one = _six_head_clip(checkpoint, 1)
+def test_the_same_seed_gives_the_same_clip_for_1_2_and_3_workers(six_heads: Path) -> None:
+    one = _six_head_clip(six_heads, 1)
     assert torch.equal(one["kept audio"], one["stage 1 audio"])
     assert not torch.equal(one["following audio"], one["stage 1 audio"])
     assert torch.equal(one["kept sound"], SOUND.expand(2, -1, -1, -1))
@@ -120,7 +102,7 @@ def test_the_same_seed_gives_the_same_clip_for_1_2_and_3_workers(tmp_path: Path)
     assert {name: bool(torch.isfinite(clip).all()) for name, clip in one.items()} == dict.fromkeys(one, True)
     assert one["tiled video"].shape == (2, 16, 3, 6, 10) and one["frames"].shape == (2 * 17, 192, 320, 3)
     for num_workers in (2, 3):
-        many = _six_head_clip(checkpoint, num_workers)
+        many = _six_head_clip(six_heads, num_workers)
         assert {name: torch.equal(many[name], one[name]) for name in one} == dict.fromkeys(one, True)
 
 

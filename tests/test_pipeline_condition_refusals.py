@@ -36,12 +36,6 @@ from tests.conditioned import (
     pictures,
     six_head_client,
 )
-from tests.six_heads import write_six_heads
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_six_heads(tmp_path_factory.mktemp("six") / "six.safetensors")
 
 
 @pytest.fixture
@@ -164,11 +158,11 @@ REFUSALS: dict[str, tuple[Callable[[LTXClient], object], str]] = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_conditions_are_refused_in_one_sentence_before_anything_starts(
-    checkpoint: Path, nothing_starts: None, name: str
+    six_heads: Path, nothing_starts: None, name: str
 ) -> None:
     call, sentence = REFUSALS[name]
     with pytest.raises(ValueError, match=sentence) as caught:
-        call(six_head_client(checkpoint, 2, sp_max_tokens=80))
+        call(six_head_client(six_heads, 2, sp_max_tokens=80))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 

@@ -31,12 +31,6 @@ from tests.conditioned import (
     six_head_client,
 )
 from tests.goldens import relative_error
-from tests.six_heads import write_six_heads
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_six_heads(tmp_path_factory.mktemp("six") / "six.safetensors")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +40,8 @@ def no_fleet_left():
 
 
 @pytest.fixture(scope="module")
-def two(checkpoint: Path) -> LTXClient:
-    return six_head_client(checkpoint, 2)
+def two(six_heads: Path) -> LTXClient:
+    return six_head_client(six_heads, 2)
 
 
 def encoded(ltx: LTXClient, images: Tensor, height: int, width: int) -> Tensor:

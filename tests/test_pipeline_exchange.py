@@ -14,6 +14,7 @@ from mgpu_runtime.pipeline.settings import LTXSettings
 from mgpu_runtime.tiling import TileCountConfig
 from mgpu_runtime.weights.facts import describe
 from tests.goldens import GOLDEN, golden
+from tests.log_lines import Lines
 from tests.spawn import run
 
 CHECKPOINT = str(GOLDEN / "checkpoints" / "tiny_ltx23.safetensors")
@@ -26,23 +27,12 @@ def _models(rank: int, group: dist.ProcessGroup | None, **changes: object) -> LT
     return LTXModels(settings, describe(settings.checkpoint_files()), RankInfo(rank, world_size, CPU, group))
 
 
-class _Lines(logging.Handler):
-    """Collects what a logger says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @torch.no_grad()
 def _over_stages(rank: int, group: dist.ProcessGroup) -> dict[str, object]:
     """Two stages with a tiled one between, a break on one rank alone, one stage more; then transports that fail."""
     log = logging.getLogger("mgpu_runtime.exchange")
     log.setLevel(logging.INFO)
-    log.addHandler(said := _Lines())
+    log.addHandler(said := Lines())
     models = _models(rank, group, exchange_timeout=33.0)
     streams = golden("sp_23").stream("video"), golden("sp_23").stream("audio")
     first = models.sequence_parallel()

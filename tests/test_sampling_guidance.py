@@ -20,7 +20,7 @@ from mgpu_runtime.sampling.guidance import (
 )
 from mgpu_runtime.sampling.noise import item_generators
 from mgpu_runtime.sampling.state import add_noise, audio_state, video_state
-from tests.goldens import golden, relative_error
+from tests.goldens import golden, guider, relative_error
 
 VIDEO = GuiderParams(cfg=3.0, stg=1.0, stg_blocks=(1,), rescale=0.7, modality=3.0)
 AUDIO = GuiderParams(cfg=7.0, stg=1.0, stg_blocks=(0, 2), rescale=0.7, modality=3.0)
@@ -57,15 +57,7 @@ def streams(batch=1, seed=5):
 def test_combination_equals_golden():
     case = golden("guidance")
     for name, published in case.facts.items():
-        params = GuiderParams(
-            cfg=published["cfg_scale"],
-            stg=published["stg_scale"],
-            stg_blocks=tuple(published["stg_blocks"]),
-            rescale=published["rescale_scale"],
-            modality=published["modality_scale"],
-            skip_step=published["skip_step"],
-        )
-        result = combine(params, case["cond"], case["uncond"], case["perturbed"], case["isolated"])
+        result = combine(guider(published), case["cond"], case["uncond"], case["perturbed"], case["isolated"])
         assert relative_error(result, case[f"out.{name}"]) < 1e-6
 
 

@@ -8,13 +8,13 @@ import torch
 
 from mgpu_runtime.models.transformer_builder import build_transformer
 from mgpu_runtime.sampling.denoiser import GuidedDenoiser
-from mgpu_runtime.sampling.guidance import NEUTRAL, GuiderParams
+from mgpu_runtime.sampling.guidance import NEUTRAL
 from mgpu_runtime.sampling.loop import denoise_loop
 from mgpu_runtime.sampling.patchify import audio_latent, video_latent
 from mgpu_runtime.sampling.state import StreamState, audio_state, video_state
 from mgpu_runtime.sampling.steppers import AncestralStepper, ancestral, euler
 from mgpu_runtime.weights.registry import StateDictRegistry
-from tests.goldens import GOLDEN, Case, golden, relative_error
+from tests.goldens import GOLDEN, Case, golden, guider, relative_error
 
 STEPS = (0, 3, 5, 7)
 
@@ -118,13 +118,7 @@ def test_both_stages_equal_golden(name):
 @torch.no_grad()
 def test_guided_loop_with_a_first_frame_equals_golden(max_batch_size):
     case = golden("loop_23_guided")
-    guiders = [
-        GuiderParams(
-            *(case.facts[name][key] for key in ("cfg_scale", "stg_scale", "stg_blocks", "rescale_scale")),
-            modality=case.facts[name]["modality_scale"],
-        )
-        for name in ("video_guider", "audio_guider")
-    ]
+    guiders = [guider(case.facts[name]) for name in ("video_guider", "audio_guider")]
     latent = torch.zeros(1, 16, 2, 2, 3)
     latent[:, :, :1] = case["image_latent_frame0"]
     noise_mask = torch.ones(1, 1, 2, 1, 1)

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from comfy_host import PACK_FOLDER, ROOT, ComfyHost
-from tests.host_fixtures import host
-
-__all__ = ["host"]
 
 UI_FILES = sorted((ROOT / "workflows").glob("*.json"))
 RELEASED = sorted((ROOT / "tests" / "released").glob("*/*.json"))  # as every version shipped them, never changed

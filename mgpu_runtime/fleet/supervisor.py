@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from typing import NoReturn
 
 from .crew import Member, kill_crew, start_crew
@@ -126,9 +127,8 @@ class Supervisor:
             self._host.post(Frame(Line(member.rank, line)))
 
     def _start(self, frame: Frame) -> None:
-        from torch.multiprocessing import get_context
-
         start = frame.record
+        # torch.multiprocessing has the same one, and would load torch into this process too, which never holds a tensor
         self._crew.extend(start_crew(get_context("spawn"), start.devices))
         # The ranks meet at a file that has no name and so can never stay behind; the workers open it by descriptor.
         store = os.memfd_create("mgpu-store", os.MFD_CLOEXEC)
