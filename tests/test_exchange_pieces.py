@@ -2,9 +2,14 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mgpu_runtime.exchange import ExchangeError
+from mgpu_runtime.exchange.layout import Banks, Geometry, Move
 from mgpu_runtime.exchange.shared_memory import SharedMemory
 from tests.csrc_ranks import do, opened, pair
 from tests.rank_group import RankGroup
@@ -62,6 +67,86 @@ def read_while_the_peer_goes_on(group: dist.ProcessGroup) -> list[str]:
 
 def test_results_last_while_pieces_are_made_of_them(pair: RankGroup) -> None:
     do(pair, read_while_the_peer_goes_on)
+
+
+def use_the_exchange_in_make(group: dist.ProcessGroup) -> list[str]:
+    wrong = []
+    for use in ("start", "wait"):
+        exchange, asked = opened(), []
+        pending = exchange.start_allgather(torch.ones(1, 1))
+
+        def make(first: int, count: int, exchange=exchange, pending=pending, asked=asked, use=use) -> torch.Tensor:
+            asked.append(first)
+            if len(asked) == 2:
+                exchange.start_allgather(torch.ones(1, 1)) if use == "start" else pending.wait()
+            return torch.ones(1, count, 2, 4)
+
+        try:
+            exchange.start_gather_heads_of(make, (2, 2), 4).wait()
+            wrong.append(f"{use}: no error")
+        except ExchangeError as error:
+            if "used the exchange itself" not in str(error):
+                wrong.append(f"{use}: {error}")
+        dist.barrier(group)
+        exchange.close()
+    return wrong
+
+
+def test_make_must_not_use_the_exchange(pair: RankGroup) -> None:
+    do(pair, use_the_exchange_in_make)
+
+
+def refuse_tokens(group: dist.ProcessGroup) -> list[str]:
+    """Counts that are none are refused before anything is made, and the exchange goes on."""
+    exchange, asked = opened(), []
+    for tokens in ((2.0, 2.0), (3, -1), (4,)):
+        with pytest.raises(ValueError, match="tokens must"):
+            exchange.start_gather_heads_of(lambda *what: asked.append(what), tokens, 4)
+    whole = exchange.start_gather_heads_of(Maker(marked(exchange.rank, 0, 4, 2)), (2, 2), 4).wait()
+    exchange.close()
+    return asked + ([] if whole.shape == (1, 2, 4, 16) else [whole.shape])
+
+
+def test_counts_that_are_none_are_refused_before_anything_is_made(pair: RankGroup) -> None:
+    do(pair, refuse_tokens)
+
+
+def fill_banks(group: dist.ProcessGroup) -> list[str]:
+    """Returns the sizes of the banks after rounds with and without pieces, where they are not as they should be."""
+    exchange, wrong = opened(), []
+    for in_pieces in (False, True):
+        for _ in range(5):
+            traded = exchange.send_recv_heads(marked(exchange.rank, 0, 2048, 4), (2048, 2048))
+            if in_pieces:
+                exchange.start_gather_heads_of(Maker(traded), (2048, 2048), 4).wait()
+            else:
+                exchange.gather_heads(traded, (2048, 2048))
+            exchange.allgather(torch.ones(1, 1))
+        present = [exchange._own.lacks(bank, 1 << 40) < 1 << 40 for bank in range(3)]
+        if present != [True, True, in_pieces]:
+            wrong.append(f"in pieces {in_pieces}: banks with memory {present}")
+    exchange.close()
+    return wrong
+
+
+def test_the_third_bank_has_memory_only_where_pieces_need_it(pair: RankGroup) -> None:
+    do(pair, fill_banks)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=3), max_size=30))
+def test_no_bank_opens_that_a_peer_may_still_read(groups: list[list[bool]]) -> None:
+    """Each group is waited for as a whole. A peer may read what came before one that is made in pieces."""
+    banks, opened_banks = Banks(2), []
+    geometry = Geometry(Move.GATHER_HEADS, 1, (2, 2), (1, 1), 4)
+    for number, in_pieces in enumerate(groups):
+        places = {banks.place(geometry, piece)[0] for piece in in_pieces}
+        for _ in in_pieces:
+            banks.waited()
+        (bank,) = places
+        before = opened_banks[-2:] if number and any(groups[number - 1]) else opened_banks[-1:]
+        assert bank not in before
+        assert bank < 2 or (number and any(groups[number - 1]))
+        opened_banks.append(bank)
 
 
 def gather_spoilt(exchange: SharedMemory, spoil: str) -> str:

@@ -46,6 +46,7 @@ def _everything(rank: int, group) -> dict[str, list | dict | float]:
             model = _wrap(random_transformer(num_heads=HEADS_PUBLISHED), group)
             results["32 heads"] = [model.predict(*_streams(count, 7, HEADS_PUBLISHED)) for count in (36, 97)]
         results["timeouts"] = _timeouts(group)
+        results["left by a graph"] = _left_by_a_graph(rank, group)
         if world_size == 2:
             results["broken off"] = _broken_off(group)
     return results
@@ -98,6 +99,21 @@ def _timeouts(group) -> list[float]:
     for _ in range(2):
         model.predict(*_streams(5, 1))
     return [*seen, model.attn_mgr.exchange.timeout]
+
+
+def _left_by_a_graph(rank: int, group) -> list[bool]:
+    """Tells whether attention ends right where a compiled graph began it and was broken before the end."""
+    manager = AttentionManager(64, HEADS_RANDOM, 4, torch.float32, group, copy_out_=True)
+    whole = torch.randn(1, 40, HEADS_RANDOM, 4, generator=torch.Generator().manual_seed(3))
+    with manager.sequence(40, torch.device("cpu")) as shares:
+        own = torch.nn.functional.pad(whole, (0, 0, 0, 0, 0, 160)).narrow(1, shares.first[rank], shares.rows[rank])
+        begun, passed_on = [manager.start(own)], [manager.without_padding(own)]
+        (traded,) = manager.finish(*begun)
+        same = [torch.equal(traded, manager.finish(*passed_on)[0])]
+        back = manager.finish_gather(manager.start_gather(lambda first, count: traded.narrow(1, first, count)))
+        same += [torch.equal(back, own), torch.equal(manager.finish_gather(manager.without_padding(own)), own)]
+    manager.close()
+    return same
 
 
 def _broken_off(group) -> str:
@@ -195,6 +211,12 @@ def test_ranks_wait_long_for_a_first_use_and_for_the_meeting_in_each_forward_onl
     for world in (2, 3, 5):
         for result in by_world[world]:
             assert result["timeouts"] == [MEETING_TIMEOUT, MEETING_TIMEOUT, 10.0, 10.0, 10.0]
+
+
+def test_attention_that_a_graph_began_ends_without_it(by_world: dict) -> None:
+    for ranks in by_world.values():
+        for result in ranks:
+            assert result["left by a graph"] == [True, True, True]
 
 
 def test_a_forward_broken_off_leaves_an_exchange_that_refuses(by_world: dict) -> None:

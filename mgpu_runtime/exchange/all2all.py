@@ -97,9 +97,15 @@ class All2All(ABC):
 
         `make(first, count)` returns its tokens from `first` on, (B, count, h, D), a plain tensor each time. A transport
         that serves its peers in turn has the tokens for each made just before it sends them, the own last: they travel
-        while the rest are made. Others have all made at once. Results that were good at the call are good in `make`.
+        while the rest are made. Others have all made at once. Results that were good at the call are good in `make`,
+        which must not use this exchange itself. All ranks make theirs, or none does.
         """
-        return self.start_gather_heads(make(0, sum(tokens)), tokens, num_heads)
+        try:
+            counts = self._of_each_rank(tokens)
+        except ValueError:
+            self._refused()
+            raise
+        return self._start_made(make, counts, num_heads)
 
     def start_allgather(self, x: Tensor, tokens: Sequence[int] | None = None) -> Pending:
         """Starts `allgather`."""
@@ -138,15 +144,24 @@ class All2All(ABC):
         geometry = Geometry(move, x.shape[0], *shares, per_head.numel() * x.element_size())
         return Once(self._start(geometry, x))
 
+    def _start_made(self, make: Make, tokens: tuple[int, ...], num_heads: int | None) -> Pending:
+        """Starts `gather_heads` of what is yet to be made; `tokens` are whole numbers, one a rank."""
+        return self.start_gather_heads(make(0, sum(tokens)), tokens, num_heads)
+
+    def _of_each_rank(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Returns token counts as Python's own. Raises ValueError unless there is one for each rank."""
+        counts = _integers("tokens", tokens)
+        if len(counts) != self.world_size or min(counts) < 0:
+            raise ValueError(f"tokens must hold a count for each of {self.world_size} ranks, got {list(counts)}")
+        return counts
+
     def _shares(
         self, move: Move, shape: Sequence[int], tokens: Sequence[int] | None, num_heads: int | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the tokens and the heads of every rank. Raises ValueError where x's shape does not fit them."""
         _check_dims(shape, move)
         world_size = self.world_size
-        counts = self._counts(move, shape[1]) if tokens is None else _integers("tokens", tokens)
-        if len(counts) != world_size or min(counts) < 0:
-            raise ValueError(f"tokens must hold a count for each of {world_size} ranks, got {list(counts)}")
+        counts = self._counts(move, shape[1]) if tokens is None else self._of_each_rank(tokens)
         held = counts[self.rank] if move is not Move.GATHER_HEADS else sum(counts)
         if shape[1] != held:
             raise ValueError(f"{move.value} got {shape[1]} tokens where tokens={list(counts)} says {held}")

@@ -122,26 +122,33 @@ class Banks:
     """Deals places for results in the banks of each rank's buffer, which take turns; the same on every rank.
 
     Exchanges that are started before the results of others are waited for share a bank. The next one after all were
-    waited for opens the next bank. Two banks are enough for a sender to write without asking: whoever it waited for in
+    waited for opens another bank. Two banks are enough for a sender to write without asking: whoever it waited for in
     the last bank had started exchanges there, and so was done with the results of the bank before. Hence the rule for
     users: a result is good until this rank starts the next exchange after having waited for it. A rank that makes what
-    it sends piece by piece, of such a result, starts for one peer while it still reads for another: that takes a third
-    bank. Who never waits for all fills one bank without end.
+    it sends piece by piece, of such a result, has started for one peer while it still reads for another: the bank after
+    that is a third one. Who never waits for all fills one bank without end.
     """
 
     ALIGNMENT = 256
 
-    def __init__(self, world_size: int, num_banks: int = 2) -> None:
-        self.num_banks = num_banks
-        self.bank = num_banks - 1
+    def __init__(self, world_size: int) -> None:
+        self.bank = 1
         self.used = [0] * world_size  # bytes of the open bank, by rank
+        self._before = 1  # the bank that was open before
+        self._in_pieces = False  # whether something sent to the open bank is made piece by piece
         self._pending = 0
 
-    def place(self, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
-        """Returns the bank and each rank's offset in it for the results of one exchange that starts now."""
+    def place(self, geometry: Geometry, in_pieces: bool = False) -> tuple[int, tuple[int, ...]]:
+        """Returns the bank and each rank's offset in it for the results of one exchange that starts now.
+
+        `in_pieces` is for one that is made piece by piece, and the same on every rank.
+        """
         if self._pending == 0:
-            self.bank = (self.bank + 1) % self.num_banks
+            taken = {self.bank, self._before} if self._in_pieces else {self.bank}
+            self._before, self.bank = self.bank, min({0, 1, 2} - taken)
             self.used = [0] * len(self.used)
+            self._in_pieces = False
+        self._in_pieces |= in_pieces
         self._pending += 1
         offsets = tuple(self.used)
         for rank, offset in enumerate(offsets):

@@ -1,5 +1,6 @@
 """Who of a group has come to a point, and with what word, told through the group's store and not by a collective."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Self
@@ -61,6 +62,9 @@ class RollCall:
                 pause = min(_PAUSE, 2 * pause)
             self.missing = ()
             self.words = [store.get(key).decode() for key in keys]
+            if turn > 1:  # whoever has come here has read the words of the turn before
+                with contextlib.suppress(RuntimeError):  # not every store can forget
+                    store.delete_key(f"{self._name}/{turn - 1}/{self._rank}")
         except (RuntimeError, ValueError) as error:  # torch's word for a store that is gone; another library's text
             self.failure = f"the group's store does not answer: {error}"
 

@@ -21,7 +21,7 @@ from .errors import ExchangeError
 
 SLOT_BYTES = 128  # one counter, as in csrc/exchange_cpu.c
 MAX_RANKS = 64
-BANKS = 3  # see `layout.Banks`: a rank may still read one while it sends what it makes of that
+BANKS = 3  # as many as `layout.Banks` deals; the third has memory only where something is made piece by piece
 _NOTE = SLOT_BYTES * MAX_RANKS  # where the note lies
 _NOTE_BYTES = 512
 _TOKEN = _NOTE + _NOTE_BYTES

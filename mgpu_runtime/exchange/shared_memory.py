@@ -73,11 +73,12 @@ class SharedMemory(All2All):
         self._close = weakref.finalize(self, _release, self._segments, self._own, os.getpid())
         self._slots = [part.slot(self.rank) for part in self._segments]
         self._turns = [(self.rank + 1 + turn) % self.world_size for turn in range(self.world_size)]  # the own rank last
-        self._banks = Banks(self.world_size, BANKS)
+        self._banks = Banks(self.world_size)
         self._plans: dict[tuple[Geometry, torch.dtype, tuple[int, int, int]], _Plan] = {}
         self._maps = tuple(part.mapping for part in self._segments)
         self._number = 0  # of the exchange started last
         self._calls = 0  # the hash of all calls
+        self._is_making = False  # whether pieces of an exchange are being made
         self._strays = (ctypes.c_uint64 * 1)()
         self._broken = ""
         # With fewer cores than ranks, who spins takes the core from the rank it waits for.
@@ -91,10 +92,10 @@ class SharedMemory(All2All):
     def _refused(self) -> None:
         self._tell_apart(1)
 
-    def start_gather_heads_of(self, make: Make, tokens: Sequence[int], num_heads: int | None = None) -> Pending:
-        if len(tokens) != self.world_size or not all(tokens):  # who has nothing of it has no tokens to be made
-            return super().start_gather_heads_of(make, tokens, num_heads)
-        first, tokens = self._turns[0], tuple(tokens)
+    def _start_made(self, make: Make, tokens: tuple[int, ...], num_heads: int | None) -> Pending:
+        if not all(tokens):  # who has nothing of it has no tokens to be made
+            return super()._start_made(make, tokens, num_heads)
+        first = self._turns[0]
         try:
             x = make(starts(tokens)[first], tokens[first])
             _check_piece(x, x, tokens[first])
@@ -114,10 +115,11 @@ class SharedMemory(All2All):
             raise ValueError(f"this exchange moves tensors of the CPU, got one on {x.device}")
         maps, started, failure = self._maps, False, ""  # the maps before the check, as another thread may close
         self._check_usable()
+        self._refuse_in_make()
         try:
             x, strides = with_whole_rows(geometry, x)
             plan = self._plan_of(geometry, x.dtype, strides)
-            bank, offsets = self._banks.place(geometry)
+            bank, offsets = self._banks.place(geometry, in_pieces=make is not None)
             self._make_room(bank)
             targets = [part.place(bank, offset) for part, offset in zip(self._segments, offsets, strict=True)]
             in_bank, shape = targets[self.rank], result_shape(geometry, self.rank, x)
@@ -128,7 +130,7 @@ class SharedMemory(All2All):
                     self._library.exchange_prefer_large_pages(result.data_ptr(), plan.result_bytes)
             else:
                 result = self._own.view(bank, offsets[self.rank], plan.result_bytes, x.dtype, shape)
-            self._tell_apart(plan.hash + bank)
+            self._tell_apart(plan.hash + bank + (0 if make is None else BANKS))
             self._number = (self._number + 1) & 0xFFFFFFFF
             if make is None:
                 self._send(self._turns, plan.sent, x, targets, plan.sent_bytes)
@@ -143,6 +145,11 @@ class SharedMemory(All2All):
                 self._break_off(f"{geometry.move.value} could not be started{failure}")
         return _Arriving(self, geometry, result, plan if self.copy_out else None, in_bank, maps)
 
+    def _refuse_in_make(self) -> None:
+        """Raises ExchangeError in the middle of `_send_pieces`, whose posts another exchange would overtake."""
+        if self._is_making:
+            raise self._break_off("what makes the tokens of a gather_heads used the exchange itself")
+
     def _tell_apart(self, call: int) -> None:
         self._calls = (self._calls * _MULTIPLIER + call) & _64_BITS
 
@@ -151,7 +158,11 @@ class SharedMemory(All2All):
         like, first = x, starts(geometry.tokens)
         for turn, rank in enumerate(self._turns):
             if turn:
-                x = make(first[rank], geometry.tokens[rank])
+                self._is_making = True
+                try:
+                    x = make(first[rank], geometry.tokens[rank])
+                finally:
+                    self._is_making = False
                 _check_piece(x, like, geometry.tokens[rank])
             x, strides = with_whole_rows(geometry, x)
             block = replace(geometry.block(self.rank, rank, strides), source_first=0)
@@ -213,6 +224,7 @@ class SharedMemory(All2All):
     def _finish(self, pending: "_Arriving") -> None:
         """Waits until all ranks have posted an exchange. Raises ExchangeTimeout, PeerGone or ExchangeError."""
         self._check_usable()
+        self._refuse_in_make()
         what = f"{pending.geometry.move.value} number {pending.number} over csrc"
         arrived = False
         try:

@@ -98,8 +98,10 @@ def run_block(
 ) -> Unfinished | None:
     """Advances `hidden` of the streams that are there by one block; returns what is left to do for audio.
 
-    That goes into the next block as `before`, and is finished after the last one. `keep` holds one entry per kind of
-    perturbation; None keeps all samples.
+    That goes into the next block as `before`, and is finished after the last one. A block that is compiled as one graph
+    leaves nothing, and takes nothing that an eager one left.
+
+    `keep` holds one entry per kind of perturbation; None keeps all samples.
     """
     halves = _video_half(block), _audio_half(block)
     both = video is not None and audio is not None

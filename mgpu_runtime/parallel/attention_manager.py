@@ -126,7 +126,7 @@ class AttentionManager:
 
         Results are good until this rank starts another exchange.
         """
-        if torch.compiler.is_compiling():
+        if isinstance(started[0], Tensor):  # begun in a compiled graph, though that may have ended since
             return ops.send_recv_heads_many(self.exchange, started, self._tokens())
         # The last first: where it has arrived all have, which some transports know, while the join of the block before,
         # which was started earlier, is waited for by itself.
@@ -150,11 +150,12 @@ class AttentionManager:
         """Ends what `start_gather` began: (B, R, H, D), zeros in the padding."""
         tokens = self._tokens()
         if torch.compiler.is_compiling():
-            x, padding = started, self._rulers[-1].shape[0] - tokens[self.exchange.rank]
+            padding = self._rulers[-1].shape[0] - tokens[self.exchange.rank]
         else:
-            x, padding = started.wait(), self._shares.rows[self.exchange.rank] - tokens[self.exchange.rank]
-            if not padding:
-                return x
+            padding = self._shares.rows[self.exchange.rank] - tokens[self.exchange.rank]
+        x = started if isinstance(started, Tensor) else started.wait()
+        if not torch.compiler.is_compiling() and not padding:
+            return x
         return torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)
 
     def start_join(self, x: Tensor, heads: tuple[int, ...]) -> Pending | Tensor:
@@ -166,7 +167,7 @@ class AttentionManager:
 
     def finish_join(self, started: Pending | Tensor) -> Tensor:
         """Ends what `start_join` began: (B, A, H, D)."""
-        return (started if torch.compiler.is_compiling() else started.wait()).transpose(1, 2)
+        return (started if isinstance(started, Tensor) else started.wait()).transpose(1, 2)
 
     def join_tokens(self, x: Tensor) -> Tensor:
         """Joins the ranks' rows to the whole sequence, (B, R, C) to (B, T, C), in memory of its own."""
