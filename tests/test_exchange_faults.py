@@ -49,6 +49,12 @@ def do_exchange(exchanges: Exchanges, transport: str, times: int = 1) -> tuple[s
     return type(error).__name__ if error else "", str(error or ""), getattr(error, "missing", ()), seconds
 
 
+def do_exchange_with_patience(exchanges: Exchanges, transport: str) -> tuple[str, str, tuple[int, ...], float]:
+    """Exchanges as a forward does, which waits long for a rank that works elsewhere."""
+    with exchanges[transport].patience(600.0):
+        return do_exchange(exchanges, transport)
+
+
 def work_then_exchange(exchanges: Exchanges, transport: str, seconds: float) -> tuple[str, str, tuple[int, ...], float]:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -99,6 +105,31 @@ def test_a_stopped_rank_is_named_in_time(ranks: RankGroup, transport: str) -> No
             assert kind == ExchangeError.__name__ and seconds < TIMEOUT / 2
     finally:
         ranks.resume(last)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_patience_is_not_for_a_stopped_rank(ranks: RankGroup, transport: str) -> None:
+    others = opened(ranks, transport)
+    last = ranks.world_size - 1
+    ranks.stop(last)
+    try:
+        for rank in others:
+            ranks.tell(rank, do_exchange_with_patience, transport)
+        for kind, text, missing, seconds in ranks.hear_all(others):
+            assert kind == ExchangeTimeout.__name__ and missing == (last,)
+            assert "1 s" in text and "stopped" in text and TIMEOUT <= seconds < TIMEOUT + SLACK
+    finally:
+        ranks.resume(last)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_patience_is_for_a_rank_that_is_late(ranks: RankGroup, transport: str) -> None:
+    others = opened(ranks, transport)
+    last = ranks.world_size - 1
+    ranks.tell(last, sleep_then_exchange, transport, 1.6 * TIMEOUT)
+    for rank in others:
+        ranks.tell(rank, do_exchange_with_patience, transport)
+    assert [answer[0] for answer in ranks.hear_all()] == [""] * ranks.world_size
 
 
 def test_csrc_tells_a_late_rank_that_the_others_gave_up(ranks: RankGroup) -> None:

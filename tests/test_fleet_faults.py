@@ -153,9 +153,18 @@ class Unexpected(Exception):
     """Is raised by a caller's function, for reasons of its own."""
 
 
+@pytest.fixture
+def interruptible():
+    """Has SIGINT raise KeyboardInterrupt also where tests run in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("how", "error"), [("stop", JobCancelled), ("raise", Unexpected), ("interrupt", KeyboardInterrupt)]
 )
+@pytest.mark.usefixtures("interruptible")
 def test_a_start_is_given_up_at_once_when_told_to_stop_or_interrupted(how, error):
     controller = MGPUController(BadSetup, devices=["cpu", "cpu"])
     asked, everybody = [], []

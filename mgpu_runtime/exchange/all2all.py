@@ -62,6 +62,7 @@ class All2All(ABC):
             raise ValueError(f"the exchange's timeout must be more than 0 seconds, got {timeout}")
         self.rank = rank
         self.world_size = world_size
+        self._stopped_after: float | None = None  # seconds, where the timeout is raised
         self.timeout = timeout
         self.copy_out = copy_out
         self.description = self.transport
@@ -113,13 +114,17 @@ class All2All(ABC):
 
     @contextmanager
     def patience(self, timeout: float) -> Iterator[None]:
-        """Raises the timeout inside, for a first compile or a first use; never lowers it."""
-        before = self.timeout
+        """Raises the timeout inside, for a first compile or a first use; never lowers it.
+
+        Where ranks are waited for on the CPU, one whose process is stopped is given no more than the timeout before.
+        """
+        before, stopped_after = self.timeout, self._stopped_after
         self.timeout = max(before, timeout)
+        self._stopped_after = before if stopped_after is None else stopped_after
         try:
             yield
         finally:
-            self.timeout = before
+            self.timeout, self._stopped_after = before, stopped_after
 
     def check(self) -> None:  # noqa: B027  (most transports raise while they wait)
         """Raises what a finished wait on a device has met: to be called when the device is done, before results leave.

@@ -207,6 +207,7 @@ class Collectives(All2All):
             processes=self._processes,
             wait_while_busy=self._wait_while_busy,
             waiting=board.waits if board is not None else (lambda rank: False),
+            stopped_after=self._stopped_after,
         )
 
 

@@ -237,12 +237,17 @@ class SharedMemory(All2All):
 
     def _wait(self, pending: "_Arriving", what: str) -> None:
         until, asked = time.monotonic() + self.timeout, False
+        stopped_since: float | None = None  # as seen from here: this rank may have been stopped as well
         while True:
             missing = self._missing(pending, min(until - time.monotonic(), self.timeout / 4, _LOOK), what)
             if not missing:
                 return
             self._check_usable()  # it may have been closed meanwhile
             self._check_alive(pending, missing, what)
+            stopped = [rank for rank in missing if self._processes.is_stopped(rank)]
+            stopped_since = (stopped_since or time.monotonic()) if stopped else None
+            if self._stopped_after is not None and stopped and time.monotonic() - stopped_since >= self._stopped_after:
+                raise self._timed_out(what, self._stopped_after, stopped, stopped)
             if time.monotonic() < until:
                 if self.wait_while_busy and not asked:
                     self._busy(missing)  # from here on it is asked what they have done since
@@ -250,10 +255,12 @@ class SharedMemory(All2All):
             elif self.wait_while_busy and self._busy(missing):
                 until += self.timeout
             else:
-                stopped = [rank for rank in missing if self._processes.is_stopped(rank)]
-                error = timed_out(self.rank, what, self.timeout, missing, stopped, self._processes.global_ranks)
-                self._break_off(str(error))
-                raise error
+                raise self._timed_out(what, self.timeout, missing, stopped)
+
+    def _timed_out(self, what: str, seconds: float, missing: Sequence[int], stopped: Sequence[int]) -> ExchangeError:
+        error = timed_out(self.rank, what, seconds, missing, stopped, self._processes.global_ranks)
+        self._break_off(str(error))
+        return error
 
     def _missing(self, pending: "_Arriving", seconds: float, what: str) -> list[int]:
         """Returns who has not posted an exchange `seconds` later. Raises ExchangeError for ranks out of step."""
