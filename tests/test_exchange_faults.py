@@ -4,7 +4,7 @@ One group of processes for each world size goes through all of it, the killed ra
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,18 +84,19 @@ def opened(ranks: RankGroup, transport: str, wait_while_busy: bool = False) -> l
     return list(range(ranks.world_size - 1))
 
 
-def tell_all(ranks: RankGroup, others: list[int], transport: str) -> None:
+def tell_all(ranks: RankGroup, others: list[int], transport: str, call: Callable = do_exchange) -> None:
     for rank in others:
-        ranks.tell(rank, do_exchange, transport)
+        ranks.tell(rank, call, transport)
 
 
+@pytest.mark.parametrize("call", [do_exchange, do_exchange_with_patience])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_rank_is_named_in_time(ranks: RankGroup, transport: str) -> None:
+def test_a_stopped_rank_is_named_in_time(ranks: RankGroup, transport: str, call: Callable) -> None:
     others = opened(ranks, transport)
     last = ranks.world_size - 1
     ranks.stop(last)
     try:
-        tell_all(ranks, others, transport)
+        tell_all(ranks, others, transport, call)
         for kind, text, missing, seconds in ranks.hear_all(others):
             assert kind == ExchangeTimeout.__name__ and missing == (last,)
             assert f"rank {last}" in text and "1 s" in text and "stopped" in text and "send_recv_heads" in text
@@ -108,27 +109,11 @@ def test_a_stopped_rank_is_named_in_time(ranks: RankGroup, transport: str) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_patience_is_not_for_a_stopped_rank(ranks: RankGroup, transport: str) -> None:
-    others = opened(ranks, transport)
-    last = ranks.world_size - 1
-    ranks.stop(last)
-    try:
-        for rank in others:
-            ranks.tell(rank, do_exchange_with_patience, transport)
-        for kind, text, missing, seconds in ranks.hear_all(others):
-            assert kind == ExchangeTimeout.__name__ and missing == (last,)
-            assert "1 s" in text and "stopped" in text and TIMEOUT <= seconds < TIMEOUT + SLACK
-    finally:
-        ranks.resume(last)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_patience_is_for_a_rank_that_is_late(ranks: RankGroup, transport: str) -> None:
     others = opened(ranks, transport)
     last = ranks.world_size - 1
     ranks.tell(last, sleep_then_exchange, transport, 1.6 * TIMEOUT)
-    for rank in others:
-        ranks.tell(rank, do_exchange_with_patience, transport)
+    tell_all(ranks, others, transport, do_exchange_with_patience)
     assert [answer[0] for answer in ranks.hear_all()] == [""] * ranks.world_size
 
 
