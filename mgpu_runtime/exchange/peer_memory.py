@@ -77,9 +77,8 @@ class PeerMemory(All2All):
         self._calls = 0  # exchanges asked for, of which those that found no room were not started
         self._number = 0  # of the exchange started last
         self._waited: dict[torch.cuda.Stream, int] = {}  # by stream: what it waits for, of waits since the last start
-        self._sources: list[
-            tuple[int, Tensor, torch.cuda.Stream]
-        ] = []  # by number: what a push may still read, its maker
+        # what pushes may still read: the number of the exchange, the tensor, and who made it
+        self._sources: list[tuple[int, Tensor, torch.cuda.Stream]] = []
         self._first_in_grown = 0  # number of the first exchange in banks that have grown, until that is waited for
         self._broken = ""
         self._board = Board.of(group, processes, patience=timeout)

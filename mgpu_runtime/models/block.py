@@ -108,23 +108,23 @@ def run_block(
     video_rows, audio_rows = (
         s and _rows(half.table, s.modulation) for s, half in zip((video, audio), halves, strict=True)
     )
-    begun = video and _begin_self(video, halves[0], video_rows, keep[VIDEO_SELF])
+    begun_self = video and _begin_self(video, halves[0], video_rows, keep[VIDEO_SELF])
     if before is not None:
         before.finish()
     if audio is not None:
         _attend_self(audio, halves[1], audio_rows, keep[AUDIO_SELF])
-    attended = begun and _proceed(halves[0].self_attention, begun)
+    attended = begun_self and _proceed(halves[0].self_attention, begun_self)
     if audio is not None:
         _attend_text(audio, halves[1], audio_rows)
     if video is not None:
         _end_self(video, halves[0], video_rows, attended)
         _attend_text(video, halves[0], video_rows)
-    begun = _attend_across(block, video, audio, keep) if both else None
+    begun_to_audio = _attend_across(block, video, audio, keep) if both else None
     if video is not None:
         _feed_forward(video, halves[0], video_rows)
     if audio is None:
         return None
-    to_audio = begun and _proceed(block.video_to_audio_attn, begun)
+    to_audio = begun_to_audio and _proceed(block.video_to_audio_attn, begun_to_audio)
     unfinished = Unfinished(block, audio, audio_rows, to_audio, keep[VIDEO_TO_AUDIO])
     if torch.compiler.is_compiling():  # nothing overlaps there, and a block that ends by itself needs one graph only
         unfinished.finish()

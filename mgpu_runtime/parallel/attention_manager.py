@@ -148,14 +148,14 @@ class AttentionManager:
 
     def finish_gather(self, started: Pending | Tensor) -> Tensor:
         """Ends what `start_gather` began: (B, R, H, D), zeros in the padding."""
-        tokens = self._tokens()
-        if torch.compiler.is_compiling():
-            padding = self._rulers[-1].shape[0] - tokens[self.exchange.rank]
-        else:
-            padding = self._shares.rows[self.exchange.rank] - tokens[self.exchange.rank]
         x = started if isinstance(started, Tensor) else started.wait()
-        if not torch.compiler.is_compiling() and not padding:
-            return x
+        real = self._tokens()[self.exchange.rank]
+        if torch.compiler.is_compiling():  # one graph for shares with and without padding
+            padding = self._rulers[-1].shape[0] - real
+        else:
+            padding = self._shares.rows[self.exchange.rank] - real
+            if not padding:
+                return x
         return torch.cat([x, x.new_zeros(x.shape[0], padding, *x.shape[2:])], 1)
 
     def start_join(self, x: Tensor, heads: tuple[int, ...]) -> Pending | Tensor:
